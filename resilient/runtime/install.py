@@ -260,13 +260,11 @@ def build_session(
         comm: Its groups (:func:`connect_ranks`).
         pieces: Of each state: their holders sum its gradient.
     """
-    job, states, pipeline = context.job, context.ledger.current, message.plan.pipelines[slot.pipeline_index]
+    job, states = context.job, context.ledger.current
     trained_layers = [context.layouts[spec.name].num_trainable > 0 for spec in job.model.layers]
     if context.planning is None:
-        lanes, rows = (
-            PlanLanes(Plan(pipelines=(pipeline,)), (), trained_layers),
-            message.plan.rows_of(slot.pipeline_index),
-        )
+        alone = Plan(pipelines=(message.plan.pipelines[slot.pipeline_index],))
+        lanes, rows = PlanLanes(alone, (), trained_layers), message.plan.rows_of(slot.pipeline_index)
     else:
         lanes, rows = PlanLanes(message.plan, context.planning.feeds, trained_layers), message.plan.rows
     place = next(number for number, devices in enumerate(rows) if slot.rank in {each.rank for each in devices})
@@ -279,12 +277,11 @@ def build_session(
         return job.model.layers[lanes.specs[stage].first_layer].tokens
 
     sharding = StageSharding(context.profile, context.layouts, comm, message.plan, slot, states)
-    trained = {name: state for name, state in states.items() if state.layout.num_trainable}
-    index_of = {name: context.profile.index(name) for name in trained}
+    trained = [(context.profile.index(name), name) for name, state in states.items() if state.layout.num_trainable]
     gradient_sync = GradientSync(
         comm,
-        {index_of[name]: state for name, state in trained.items()},
-        {index_of[name]: pieces[name] for name in trained},
+        {index: states[name] for index, name in trained},
+        {index: pieces[name] for index, name in trained},
         sharding.arrivals,
     )
     stage_timer = StageTimer(job.device)
