@@ -46,6 +46,7 @@ def check(run: Run, alone: tuple[Path, str]) -> None:
     assert all(recovery["lost_steps"] <= 1 for recovery in run.report["recoveries"]), run.report["recoveries"]
 
 
+@pytest.mark.timeout(400)  # three jobs, one after the other, and one process
 def test_checkpoint_is_resumed_with_one_worker_a_node_and_back(alone: tuple[Path, str], tmp_path: Path) -> None:
     """One of the workers is killed at the end."""
     killed = fail_at(node=1, step=6, phase="gather", worker_only=True)
