@@ -34,7 +34,7 @@ ROOMS: dict[str, str] = {
     "pipeline": "comm models state protocol observability templates errors",
     "runtime": "comm data models state optim protocol observability pipeline planners templates errors common",
     "emulation": "data models errors common",
-    "profiling": "data emulation planners errors models state pipeline runtime protocol templates common",
+    "profiling": "comm data emulation planners errors models state pipeline runtime protocol templates common",
     "trainer": "data models state optim protocol observability runtime profiling errors common",
     "agent": "state protocol observability templates errors common",
     "rendezvous": "common",

@@ -4,6 +4,7 @@ Owns all use of torch's backends. They are built directly, not through ``torch.d
 job has a new set of groups at every change of membership.
 """
 
+from resilient.comm.alone import LastOfSeveral
 from resilient.comm.connect import connect
 from resilient.comm.gloo import GlooCommunicator
 from resilient.comm.interface import DONE, Communicator, Group, Pending, SingleProcessCommunicator
@@ -15,6 +16,7 @@ __all__ = [
     "Communicator",
     "GlooCommunicator",
     "Group",
+    "LastOfSeveral",
     "Pending",
     "SingleProcessCommunicator",
     "StoreClient",

@@ -109,7 +109,8 @@ class Executor:
         self._gradients_in: dict[StageLink, dict[str, Tensor]] = {}
         self._gradients_out: dict[StageLink, dict[str, Tensor]] = {}
         # Nobody waits for a send: what is kept here stays untouched until the receiver has shown that it has it, by
-        # the gradient it returns or by passing the prepare barrier of this step.
+        # the gradient it returns or by passing the prepare barrier of this step. Of gradients the last ones are kept:
+        # there was room for them from the moment the activations were sent, so that those before have arrived by then.
         self._activation_sends: dict[StageLink, list[Pending]] = {}
         self._gradient_sends: list[Pending] = []
         self._losses = torch.zeros(self._num_losses, dtype=torch.float64)
@@ -254,7 +255,9 @@ class Executor:
         (link,) = self._of_row.links(action)
         between = self._of_row.is_first(link.target)
         gradients = self._handovers.returned(link) if between else self._gradients_out.pop(link)
-        self._gradient_sends += self._upstream[self._of_row.border(link)].send(gradients, self._of_row.number(link))
+        for sent in self._gradient_sends:
+            sent.wait()
+        self._gradient_sends = self._upstream[self._of_row.border(link)].send(gradients, self._of_row.number(link))
 
     def _recv_b(self, action: Action) -> None:
         (link,) = self._of_row.links(action)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from resilient.emulation.device import DEVICE
 from resilient.models.layer import Activations, Batch, LayerSpec, Model, initialize_layer
 from resilient.models.summed_loss import loss_behind
+from resilient.profiling.allocations import most_allocated
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
 from resilient.templates.inputs.derive import TP_DEGREES
@@ -37,7 +38,9 @@ class PassSeen:
     """What one layer does with microbatches of one shape.
 
     Args:
-        activation_bytes: Kept from forward to backward.
+        activation_bytes: Kept from forward to backward, with what entered and what is kept of the microbatch, but
+            without what is handed on: that is the next layer's.
+        own_bytes: Of these what the layer made itself.
         input_bytes: Of what enters.
         input_gradient: Some tensor that enters wants a gradient, though the layer may do no more than hand it on: an
             encoder does so with the features of the encoders before it.
@@ -45,6 +48,7 @@ class PassSeen:
     """
 
     activation_bytes: int
+    own_bytes: int
     input_bytes: int
     input_gradient: bool
     differentiates: bool
@@ -164,27 +168,42 @@ class LayerPass:
 
     def inspect(self) -> PassSeen:
         """Run once, untimed, to see what is kept and where gradients go."""
-        batch, parameters = self._batch, [*self._module.parameters(), *self._module.buffers()]
-        others = {tensor.untyped_storage().data_ptr() for tensor in [*batch.values(), *parameters]}
+        parameters = {_address(tensor) for tensor in [*self._module.parameters(), *self._module.buffers()]}
+        read = {_address(tensor): _num_bytes(tensor) for tensor in self._batch.values()}
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in others:
-                kept[storage.data_ptr()] = storage.nbytes()
+            kept[_address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self._forward()
-        activation_bytes = sum(kept.values())  # the graph is alive: no address stands for two storages
+        # the graph is alive: no address stands for two storages
+        handed_on = {_address(tensor) for tensor in self._sent.values()}
+        entered = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in self._received.values()}
+        wanted = {_address(tensor) for tensor in self._received.values() if tensor.requires_grad}
+        own = sum(kept[each] for each in kept.keys() - parameters - handed_on - read.keys() - entered.keys())
+        entered_bytes = sum(entered[each] for each in (kept.keys() & entered.keys() | wanted) - handed_on)
         seen = PassSeen(
-            activation_bytes=activation_bytes,
-            input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in self._received.values()),
+            activation_bytes=own + entered_bytes + sum(read[each] for each in kept.keys() & read.keys()),
+            own_bytes=own,
+            input_bytes=sum(map(_num_bytes, self._received.values())),
             input_gradient=any(tensor.requires_grad for tensor in self._received.values()),
             differentiates=any(gradient is not None for gradient in self._input_gradients()),
         )
         self._let_go()
         return seen
+
+    def workspace_bytes(self, seen: PassSeen) -> int:
+        """Run forward and backward once more; return the most that is in use at a time beside what is kept."""
+
+        def run() -> None:
+            self._forward()
+            if self._ends:
+                self._backward()
+            self._let_go()
+
+        return max(0, most_allocated(run, self._job.device) - seen.own_bytes)
 
     def time(self, times: PassTimes, timed: Timed, *, trainable: bool, differentiates: bool) -> float:
         """Run once, timed; return the ms of it all."""
@@ -232,6 +251,14 @@ class LayerPass:
             return ()
         ones = [torch.ones_like(tensor) for tensor in self._ends]
         return torch.autograd.grad(self._ends, wanted, ones, allow_unused=True)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def device_clock(device: torch.device) -> Timed:

@@ -19,6 +19,7 @@ from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, LayerSpec
 from resilient.pipeline.p2p import Signature, signature
 from resilient.profiling.additivity import AdditivityCheck
+from resilient.profiling.degree_passes import DegreePasses, DeviceMemory
 from resilient.profiling.layer_passes import (
     LayerPass,
     PassSeen,
@@ -40,7 +41,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 6
+PROFILER_VERSION = 7
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -65,12 +66,21 @@ class ProfiledBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """One layer; ``seen`` and ``times`` by sample, ``times`` shared by all layers of its kind."""
+    """One layer; ``seen`` by sample, ``memory`` by degree, ``kind`` shared with all layers of its kind."""
 
     spec: LayerSpec
     trainable: bool
     seen: tuple[PassSeen, ...]
+    kind: _Kind
+    memory: tuple[DeviceMemory, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What layers of a kind have in common: times by sample, and what they need in use on one device."""
+
     times: list[PassTimes]
+    workspace_bytes: int
 
 
 def draw_samples(job: Job) -> list[ProfiledBatch]:
@@ -101,7 +111,8 @@ def measure(
     """Measure all layers of a job, and verify on the way that it can be trained in parts.
 
     A time is the median over some rounds, the mean over the samples' shapes; bytes are those of the largest sample. Of
-    several tensor-parallel devices each is taken to need its part of what one needs; exchanges are not measured.
+    several tensor-parallel devices each is taken to need its part of the time that one needs; exchanges are not
+    measured, but what they leave in memory is.
     Layers of one kind (equal modules that keep and receive the same) are measured together: what disturbs a measurement
     would otherwise tell them apart, and a model of equal layers would be cut unevenly.
 
@@ -117,13 +128,15 @@ def measure(
     """
     timed = timed or device_clock(job.device)
     measured: list[_Measured] = []
-    kinds: dict[Hashable, list[PassTimes]] = {}
+    kinds: dict[Hashable, _Kind] = {}
+    degrees, undivided = tensor_degrees(job.model, layouts)
+    divided = [DegreePasses(job, layouts, [each.batch for each in samples], degree) for degree in degrees if degree > 1]
     cuda = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):  # dropout draws here; the script's own draws stay what they were
         loss = AdditivityCheck(job, [sample for drawn in samples for sample in drawn.samples])
         for spec in job.model.layers:
             try:
-                measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds, loss))
+                measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds, loss, divided))
             except ArgumentError:  # says all there is to say
                 raise
             except Exception as error:  # the job's own code: it keeps its type
@@ -133,7 +146,6 @@ def measure(
     if cuda:
         torch.cuda.empty_cache()
     weights = [sample.count for sample in samples]
-    degrees, undivided = tensor_degrees(job.model, layouts)
     layers = tuple(_layer_profile(job, layouts[layer.spec.name], layer, weights, degrees) for layer in measured)
     source = f"measured on {job.device_name}, {job.precision}"
     return ModelProfile(
@@ -147,8 +159,9 @@ def _measure_layer(
     layouts: Mapping[str, BufferLayout],
     samples: Sequence[ProfiledBatch],
     timed: Timed,
-    kinds: dict[Hashable, list[PassTimes]],
+    kinds: dict[Hashable, _Kind],
     loss: AdditivityCheck,
+    divided: Sequence[DegreePasses],
 ) -> _Measured:
     module = materialise(job, spec, layouts)
     buffers, reached = ConstantBuffers(spec.name, module), _reached(module)
@@ -157,15 +170,21 @@ def _measure_layer(
     is_last = index == len(job.model.layers) - 1
     passes = [LayerPass(job, index, module, each.batch, each.activations) for each in samples]
     seen = tuple(one.inspect() for one in passes)
-    kind = (spec.unit, repr(module), layouts[spec.name], trainable, is_last, spec.for_loss, seen)
-    times = kinds.setdefault(kind, [PassTimes() for _ in samples])
-    take_times(passes, seen, times, timed, trainable=trainable)
+    key = (spec.unit, repr(module), layouts[spec.name], trainable, is_last, spec.for_loss, seen)
+    if key not in kinds:
+        workspace_bytes = max(one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True))
+        kinds[key] = _Kind(times=[PassTimes() for _ in samples], workspace_bytes=workspace_bytes)
+    kind = kinds[key]
+    take_times(passes, seen, kind.times, timed, trainable=trainable)
     buffers.check()
     _tell_untrained(spec.name, module, reached, seen)
     loss.advance(index, module)
     for sample, one in zip(samples, passes, strict=True):
         sample.activations = one.sent()
-    return _Measured(spec=spec, trainable=trainable, seen=seen, times=times)
+    activation_bytes = max(each.activation_bytes for each in seen)
+    alone = DeviceMemory(activation_bytes=activation_bytes, workspace_bytes=kind.workspace_bytes)
+    memory = (alone, *(each.advance(index, key) for each in divided))
+    return _Measured(spec=spec, trainable=trainable, seen=seen, kind=kind, memory=memory)
 
 
 def _reached(module: nn.Module) -> set[str]:
@@ -202,12 +221,11 @@ def _layer_profile(
         medians = [median(rounds) for rounds in times_ms]
         return sum(value * weight for value, weight in zip(medians, weights, strict=True)) / sum(weights)
 
-    backward_ms = mean([times.backward_ms for times in measured.times])
+    backward_ms = mean([times.backward_ms for times in measured.kind.times])
     # what is measured is the time of both and of one; the other is the rest
-    backward_input_ms = min(mean([times.backward_input_ms for times in measured.times]), backward_ms)
+    backward_input_ms = min(mean([times.backward_input_ms for times in measured.kind.times]), backward_ms)
     parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)
-    forward_ms = mean([times.forward_ms for times in measured.times])
-    activation_bytes = max(seen.activation_bytes for seen in measured.seen)
+    forward_ms = mean([times.forward_ms for times in measured.kind.times])
     return LayerProfile(
         name=measured.spec.name,
         costs=tuple(
@@ -215,9 +233,10 @@ def _layer_profile(
                 forward_ms=forward_ms / degree,
                 backward_input_ms=backward_input_ms / degree,
                 backward_weight_ms=(backward_ms - backward_input_ms) / degree,
-                activation_bytes=-(-activation_bytes // degree),
+                activation_bytes=memory.activation_bytes,
+                workspace_bytes=memory.workspace_bytes,
             )
-            for degree in degrees
+            for degree, memory in zip(degrees, measured.memory, strict=True)
         ),
         parameter_bytes=parameter_bytes,
         optimizer_bytes=optimizer_bytes,

@@ -30,17 +30,21 @@ class LayerCost:
         forward_ms: Forward time, with the tensor-parallel communication.
         backward_input_ms: Backward time for the gradient of the layer's input.
         backward_weight_ms: Backward time for the gradient of the layer's parameters.
-        activation_bytes: What the forward keeps for the backward, on each device.
+        activation_bytes: What the forward keeps for the backward, on each device: with what entered, without what is
+            handed on.
+        workspace_bytes: The most that a forward or a backward uses at a time beside that; what is not known is 0.
     """
 
     forward_ms: float
     backward_input_ms: float = 0.0
     backward_weight_ms: float = 0.0
     activation_bytes: int = 0
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         times = self.forward_ms, self.backward_input_ms, self.backward_weight_ms
-        if not all(0 <= time < float("inf") for time in times) or self.activation_bytes < 0:
+        is_finite = all(0 <= time < float("inf") for time in times)
+        if not is_finite or min(self.activation_bytes, self.workspace_bytes) < 0:
             raise ValueError(f"costs of a layer must be >= 0 and finite, got {self}; profile the layer again")
 
 
@@ -123,6 +127,13 @@ class LayerProfile:
             for first, last in [_rows_of(size, row, index, degree)]
         )
 
+    def device_bytes(self, degree: int) -> int:
+        """Return what of state and gradients the tensor-parallel device with the most of them has."""
+        if not self.rows:
+            return -(-(self.state_bytes + self.gradient_bytes) // degree)
+        part = self.part(degree - 1, degree)  # of what is divided unevenly the last one has the most
+        return part.size + part.before(self.gradient_bytes)
+
     def backward_ms(self, degree_index: int = 0) -> float:
         """Return the backward time: only of the gradients that something needs."""
         cost = self.costs[degree_index]
@@ -177,7 +188,7 @@ class ModelProfile:
                     f"got {len(layer.costs)}; profile the layer again"
                 )
             num_bytes += layer.state_bytes + layer.gradient_bytes + layer.input_bytes
-            num_bytes += max(cost.activation_bytes for cost in layer.costs)
+            num_bytes += max(cost.activation_bytes + cost.workspace_bytes for cost in layer.costs)
             for owner in layer.shares:
                 if owner not in names:
                     raise ValueError(
@@ -186,8 +197,8 @@ class ModelProfile:
 
         if num_bytes > MOST_BYTES:
             raise ValueError(
-                f"states, gradients, inputs and activations of all layers must be at most {MOST_BYTES} bytes in all, "
-                f"got {num_bytes}; profile the layers again"
+                f"states, gradients, inputs, activations and workspace of all layers must be at most {MOST_BYTES} "
+                f"bytes in all, got {num_bytes}; profile the layers again"
             )
 
     def index(self, name: str) -> int:

@@ -49,8 +49,8 @@ def stage_cost(costs: SingleDeviceCosts, room: Room, row: int, chunk: int, i: in
     in_flight = room.in_flight[chunk, row]
     plain = costs.work[j] - costs.work[i] + costs.send[room.source[chunk, row], i]
     again = plain + (costs.forward[j] - costs.forward[i] if costs.next_backward[i] < j else 0)
-    kept = costs.held[i, j] + in_flight * (costs.kept[j] - costs.kept[i])
-    inputs = costs.held[i, j] + in_flight * (costs.inputs[j] - costs.inputs[i]) + costs.largest[i, j]
+    kept = costs.held[i, j] + in_flight * costs.kept[i, j] + costs.workspace[i, j]
+    inputs = costs.held[i, j] + in_flight * costs.inputs[i, j] + costs.largest[i, j]
     return plain, again, kept, inputs
 
 

@@ -119,8 +119,8 @@ class ChunkCuts:
         plain = costs.work[end] - costs.work[first] + costs.send[self.source, first]
         again = plain + (costs.forward[end] - costs.forward[first]) * (costs.next_backward[first] < end)
         held = costs.held[first, end]
-        kept = held + self.kept * (costs.kept[end] - costs.kept[first])
-        inputs = held + self.kept * (costs.inputs[end] - costs.inputs[first]) + costs.largest[first, end]
+        kept = held + self.kept * costs.kept[first, end] + costs.workspace[first, end]
+        inputs = held + self.kept * costs.inputs[first, end] + costs.largest[first, end]
         return np.stack([plain, again, kept, inputs], axis=-1)
 
 

@@ -241,8 +241,8 @@ class ChunkSearch:
             return stages[:, order].reshape(len(bounds), *in_flight.shape).sum(axis=2)
 
         held = single.held[first, end]
-        plain = of_rows(held + kept * (single.kept[end] - single.kept[first]))
-        again = of_rows(held + kept * (single.inputs[end] - single.inputs[first]) + single.largest[first, end])
+        plain = of_rows(held + kept * single.kept[first, end] + single.workspace[first, end])
+        again = of_rows(held + kept * single.inputs[first, end] + single.largest[first, end])
         lacking = np.zeros_like(plain)
         checkpointing = np.zeros(plain.shape, dtype=bool)
         if limit is not None:

@@ -7,8 +7,9 @@ round, so none is planned.
 
 Devices of a sharded stage gather a layer before its forward and before its backward, and scatter its gradients, summed,
 after the backward: in a ring inside the node, (r - 1) messages of 1 / (r t) of the bytes. They do so while another
-layer computes, so of a layer's time and that of its messages the longer counts. Two layers, whole with their gradients,
-are in memory at a time: the one that computes and the one that comes in meanwhile.
+layer computes, so of a layer's time and that of its messages the longer counts. In memory are then the parameters of
+the layer that is differentiated and of the one that comes in meanwhile, its gradients, and those of the one before that
+are being summed, of which every device receives the others' addends to its part.
 """
 
 from __future__ import annotations
@@ -48,9 +49,17 @@ class LayerCosts:
         options: Those that fit in a node.
         forward: Time of the forward.
         backward: Time of the backward, where something needs it.
-        kept: Activations that a device keeps of its microbatch.
-        inputs: What enters the layer, of one microbatch; the same for all options.
-        gathered: Parameters and gradients that a device of a sharded stage holds while the layer computes.
+        held: States and gradients that all devices of a group have of a layer, without the owners it shares from: as
+            many times what the one with the most has.
+        kept: Activations that a device keeps of its microbatch: what enters at least, where that wants a gradient.
+        workspace: The most that a device uses beside them while the layer runs.
+        inputs: What enters the layer, of one microbatch.
+        handed_on: Kept of it by a stage that ends before the layer, from its forward to its backward: what it sends,
+            and where the gradient of that is to arrive.
+        arriving: In memory of a stage that begins with the layer, beside what it keeps: what comes in ahead of its
+            turn, and the gradients that go back.
+        gathered: Parameters of a layer, whole, on a device of a sharded stage.
+        scattered: Gradients.
         send: Messages over the boundary before the layer: within a node, and between nodes.
     """
 
@@ -80,13 +89,24 @@ class LayerCosts:
             [max(time, runs * gather + scatter) for time, gather, scatter, runs in zip(*rows, strict=True)]
             for rows in zip(backward, gathers, scatters, [runs_backward] * len(backward), strict=True)
         ]
-        self.kept = [[cost.activation_bytes for cost in row] for row in costs]
-        self.inputs = [layer.input_bytes for layer in layers]
-        whole = [sum(each) for each in zip(parameters, gradients, strict=True)]
-        self.gathered = [
-            [-(-each * option.shard // option.num_devices) * (option.shard > 1) for each in whole]
-            for option in self.options
+        self.workspace = [[cost.workspace_bytes for cost in row] for row in costs]
+        degrees = [option.num_devices // option.shard for option in self.options]
+        of_degree = {degree: [degree * layer.device_bytes(degree) for layer in layers] for degree in degrees}
+        self.held = [of_degree[degree] for degree in degrees]
+        self.inputs = [[-(-layer.input_bytes // degree) for layer in layers] for degree in degrees]
+        wanted = [layer.input_gradient for layer in layers]
+        self.kept = [
+            [max(cost.activation_bytes, each * wants) for cost, each, wants in zip(row, entering, wanted, strict=True)]
+            for row, entering in zip(costs, self.inputs, strict=True)
         ]
+        self.handed_on = [
+            [0, *(2 * each * wants for each, wants in zip(row[1:], wanted[1:], strict=True)), 0] for row in self.inputs
+        ]
+        self.arriving = [
+            [0, *(each * (1 + wants) for each, wants in zip(row[1:], wanted[1:], strict=True))] for row in self.inputs
+        ]
+        self.gathered = [_whole(option, parameters) for option in self.options]
+        self.scattered = [_whole(option, gradients) for option in self.options]
         self.send = [
             [[0, *(self._messages_ns(option, layer, between) for layer in layers[1:])] for option in self.options]
             for between in (False, True)
@@ -109,6 +129,11 @@ class LayerCosts:
             link, sharing = self._cluster.inter_node, max(1.0, option.shard / num_cards)
         each = nanoseconds(link.transfer_ms(layer.input_bytes * sharing))
         return each * (1 + layer.input_gradient)
+
+
+def _whole(option: StageOption, num_bytes: Sequence[int]) -> list[int]:
+    """Return how much of each layer's bytes a device has that has gathered them; nothing where none are."""
+    return [-(-each * option.shard // option.num_devices) * (option.shard > 1) for each in num_bytes]
 
 
 def _with_owners(layers: Sequence[LayerProfile], num_bytes: Sequence[int]) -> list[int]:

@@ -5,15 +5,17 @@ the boundary before it (the gradients' only where layer i needs them); :mod:`res
 each layer's. Activation checkpointing adds the forward of all its layers once more, where it runs a backward at all.
 Each of d devices holds
 
-    ceil((states + gradients) / d) + in_flight * activations + 2 * gathered
+    (states + gradients) / d + in_flight * (activations + handed_on) + arriving + workspace + gathered
 
 where the states and gradients are those of the layers and of the owners they share from, in_flight is how many rounds
 the schedule keeps of a pipeline that has enough microbatches, so that a template holds whatever its share becomes, and
-gathered is the largest layer of a sharded stage, whole: one computes, one comes in meanwhile. In 1F1B in_flight is the
-number of stages from this one to the last; in the others it follows from the number of all stages
-(:func:`resilient.templates.schedules.kind.most_in_flight`). With checkpointing, it counts the layers' inputs, and one
-microbatch's activations of one layer (the largest) come on top. A stage keeps its activations if they fit, and
-checkpoints if only that fits.
+the last three are there once: what comes in and goes out beside what is computed, what the layer that runs uses beside
+what it keeps, and what a sharded stage has gathered for it (:mod:`resilient.templates.search.layer_costs`). The
+activations of the microbatch that is differentiated are those up to that layer: others may use more then than the last
+one does, before it. In 1F1B in_flight is the number of stages from this one to the last; in the others it follows from
+the number of all stages (:func:`resilient.templates.schedules.kind.most_in_flight`). With checkpointing, it counts the
+layers' inputs, and one microbatch's activations of one layer (the largest, with its workspace) come on top. A stage
+keeps its activations if they fit, and checkpoints if only that fits.
 
 Before the first stage's gradient sum there is no backward left that could hide it: its time comes on top of the step
 once. The sums of later stages are taken to hide behind the backwards of the stages before them.
@@ -33,6 +35,7 @@ from resilient.templates.common.durations import nanoseconds
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import LATER_KINDS, SPLIT_KINDS, ScheduleKind, most_in_flight
 from resilient.templates.search.layer_costs import LayerCosts
+from resilient.templates.search.stage_memory import StageMemory
 from resilient.templates.template import StageSpec
 
 CostTable = Ints
@@ -79,10 +82,11 @@ class SingleDeviceCosts(NamedTuple):
         forward: Prefix sums of forward times, in nanoseconds.
         work: Of forward and backward times.
         send: Messages before a stage that starts with the layer, within a node or between nodes. [2, L]
-        held: States and gradients of layers i .. j - 1. [L, L + 1]
-        kept: Prefix sums of activations.
-        inputs: Of the layers' inputs.
-        largest: Activations of the largest of layers i .. j - 1. [L, L + 1]
+        held: What is there once of layers i .. j - 1: states, gradients, what comes in. [L, L + 1]
+        kept: Of each microbatch that layers i .. j - 1 keep. [L, L + 1]
+        inputs: The same where they run again. [L, L + 1]
+        workspace: Used beside what they keep. [L, L + 1]
+        largest: Used by the largest of them that runs again. [L, L + 1]
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
         weights: Prefix sums of what schedules put off, as :attr:`StageSpec.weights_ms` says.
         sync: Gradient sum of a first stage that ends there. [L + 1]
@@ -94,6 +98,7 @@ class SingleDeviceCosts(NamedTuple):
     held: CostTable
     kept: CostTable
     inputs: CostTable
+    workspace: CostTable
     largest: CostTable
     next_backward: CostTable
     weights: CostTable
@@ -132,10 +137,7 @@ class StageCosts:
         for i in reversed(range(self.num_layers)):
             runs = layers[i].trainable or layers[i].input_gradient
             self._next_backward[i] = i if runs else self._next_backward[i + 1]
-        self._held = _held_bytes(problem)
-        self._inputs = _prefix_sums(costs.inputs)
-        self._kept = [_prefix_sums(row) for row in costs.kept]
-        self._activations, self._gathered = costs.kept, costs.gathered
+        self._memory = [StageMemory(problem, costs, index) for index in range(len(self.options))]
 
     @property
     def fewest_per_node(self) -> int:
@@ -205,10 +207,11 @@ class StageCosts:
             forward=forward,
             work=forward + np.array(self._backward[0], dtype=np.int64),
             send=np.array(self._send, dtype=np.int64)[:, 0],
-            held=self._held,
-            kept=np.array(self._kept[0], dtype=np.int64),
-            inputs=np.array(self._inputs, dtype=np.int64),
-            largest=self._largest(self._activations[0]),
+            held=self._memory[0].held,
+            kept=self._memory[0].kept,
+            inputs=self._memory[0].inputs,
+            workspace=self._memory[0].workspace,
+            largest=self._memory[0].largest,
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
             weights=np.array(weights, dtype=np.int64),
             sync=np.array(self._sync[0], dtype=np.int64),
@@ -246,16 +249,16 @@ class StageCosts:
         devices_per_node = self.problem.cluster.devices_per_node
         forward = self._forward[option][end] - self._forward[option][first]
         backward = self._backward[option][end] - self._backward[option][first]
-        memory = self._memory_bytes(first, end, option, in_flight, checkpointing=False)
+        memory = self._memory[option].num_bytes(first, end, in_flight, checkpointing=False)
         limit = self.problem.cluster.memory_bytes
         if checkpointing is None:
             checkpointing = limit is not None and memory > limit
         if checkpointing:
-            memory = self._memory_bytes(first, end, option, in_flight, checkpointing=True)
+            memory = self._memory[option].num_bytes(first, end, in_flight, checkpointing=True)
             backward += forward * (self._next_backward[first] < end)
         most: int | None = None
         if limit is not None and self.problem.schedule is ScheduleKind.EAGER:
-            each = self._memory_bytes(first, end, option, in_flight + 1, checkpointing=checkpointing) - memory
+            each = self._memory[option].num_bytes(first, end, in_flight + 1, checkpointing=checkpointing) - memory
             most = in_flight + (limit - memory) // each if each else self.problem.num_microbatches
         return StageSpec(
             first_layer=first,
@@ -293,18 +296,10 @@ class StageCosts:
         """Return what a stage of one layer needs at least, on each device, with the best of devices."""
         checkpointing = (False, True) if self.problem.activation_checkpointing else (False,)
         return min(
-            self._memory_bytes(layer, layer + 1, q, in_flight, checkpointing=again)
-            for q in range(len(self.options))
+            memory.num_bytes(layer, layer + 1, in_flight, checkpointing=again)
+            for memory in self._memory
             for again in checkpointing
         )
-
-    def _memory_bytes(self, first: int, end: int, option: int, in_flight: int, *, checkpointing: bool) -> int:
-        held = -(-int(self._held[first, end]) // self.options[option].num_devices)
-        held += 2 * max(self._gathered[option][first:end])
-        if not checkpointing:
-            return held + in_flight * (self._kept[option][end] - self._kept[option][first])
-        largest = max(self._activations[option][first:end])
-        return held + in_flight * (self._inputs[end] - self._inputs[first]) + largest
 
     def _fewest_stages(self) -> list[int]:
         fewest = [0]
@@ -337,22 +332,13 @@ class StageCosts:
         size, memory = self.num_layers, self.problem.cluster.memory_bytes
         assert memory is not None
         most = np.empty((2, len(self.options), size, size + 1), dtype=np.int64)
-        for q, option in enumerate(self.options):
-            kept, inputs = np.array(self._kept[q], dtype=np.int64), np.array(self._inputs, dtype=np.int64)
-            free = memory - -(-self._held // option.num_devices) - 2 * self._largest(self._gathered[q])
-            most[:, q] = _times_that_fit(free, kept - kept[:-1, None])
+        for q, each in enumerate(self._memory):
+            most[:, q] = _times_that_fit(memory - each.held - each.workspace, each.kept)
             if self.problem.activation_checkpointing:
-                again = _times_that_fit(free - self._largest(self._activations[q]), inputs - inputs[:-1, None])
+                again = _times_that_fit(memory - each.held - each.largest, each.inputs)
                 most[1, q] = np.maximum(most[1, q], again)
         most[:, :, np.tri(size, size + 1, dtype=bool)] = -1
         return most
-
-    def _largest(self, num_bytes: Sequence[int]) -> CostTable:
-        """Return the most of layers i .. j - 1. [L, L + 1]"""
-        largest = np.zeros((self.num_layers, self.num_layers + 1), dtype=np.int64)
-        for i in range(self.num_layers):
-            largest[i, i + 1 :] = np.maximum.accumulate(num_bytes[i:])
-        return largest
 
 
 def _check_times(sum_ns: int) -> None:
@@ -365,21 +351,6 @@ def _check_times(sum_ns: int) -> None:
 
 def _prefix_sums(values: Sequence[int]) -> list[int]:
     return list(accumulate(values, initial=0))
-
-
-def _held_bytes(problem: PlanningProblem) -> CostTable:
-    """Return ``held[i, j]``, states and gradients of layers i .. j - 1 with their owners elsewhere. [L, L + 1]"""
-    layers = problem.profile.layers
-    sizes = [layer.state_bytes + layer.gradient_bytes for layer in layers]
-    sums = np.array(_prefix_sums(sizes), dtype=np.int64)
-    held = np.maximum(sums[None, :] - sums[:-1, None], 0)
-    first, end = np.arange(len(layers))[:, None], np.arange(len(layers) + 1)[None, :]
-    for owner in {owner for layer in layers for owner in layer.shares}:
-        position = problem.profile.index(owner)
-        users = np.array([i for i, layer in enumerate(layers) if owner in layer.shares])
-        next_user = np.append(users, len(layers))[np.searchsorted(users, first)]
-        held += sizes[position] * ((next_user < end) & ((position < first) | (position >= end)))
-    return held
 
 
 def _times_that_fit(free: CostTable, each: CostTable) -> CostTable:

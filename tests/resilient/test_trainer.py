@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from resilient.models.layer import Activations, Batch
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
 from resilient.pipeline import stage
 from resilient.runtime.batches import Batches
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.search.stage_cost_model import StageCosts
 from resilient.trainer import Trainer
 from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, profiled, split_decay
 
@@ -196,17 +199,17 @@ def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits
     model = TiedModel(num_blocks=6, dropout=0.3)
     roomy = make_trainer(model=model)
     roomy.fit(3)
-    layers = profiled(roomy._job, lambda _: None).layers
-    states = sum(layer.state_bytes + layer.gradient_bytes for layer in layers)
-    kept = [layer.costs[0].activation_bytes for layer in layers]
-    inputs = sum(layer.input_bytes for layer in layers)
-    assert inputs + max(kept) < sum(kept)
-    monkeypatch.setattr("resilient.runtime.job._memory_bytes", lambda device: states + inputs + max(kept))
+    profile = profiled(roomy._job, lambda _: None)
+    problem = PlanningProblem(profile=profile, num_microbatches=4, max_failures=0)
+    alone = partial(StageCosts(problem).stage, 0, len(profile.layers), 0, 0, 1)
+    kept, again = (alone(checkpointing=each).memory_bytes for each in (False, True))
+    assert again < kept
+    monkeypatch.setattr("resilient.runtime.job._memory_bytes", lambda device: again)
     runs_again = Mock(wraps=stage.checkpoint)
     monkeypatch.setattr(stage, "checkpoint", runs_again)
     narrow = make_trainer(model=model)
     narrow.fit(3)
-    assert runs_again.call_count == 3 * 4 * len(layers)
+    assert runs_again.call_count == 3 * 4 * len(profile.layers)
     for key, value in parameters(narrow).items():
         assert torch.equal(value, parameters(roomy)[key])
 

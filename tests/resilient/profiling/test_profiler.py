@@ -109,9 +109,12 @@ def test_bytes_are_those_of_states_carries_and_kept_activations() -> None:
     assert (middle.parameter_bytes, middle.optimizer_bytes, middle.gradient_bytes) == (4 * (OUT * OUT + OUT), 0, 0)
     wide = 4 * MICROBATCH * OUT
     assert [layer.input_bytes for layer in layers.values()] == [0, wide, wide]
-    # the microbatch, of which the first matrix's gradient is made, is there anyway; a frozen matrix keeps no input
-    assert [layer.costs[0].activation_bytes for layer in (first, middle)] == [wide, wide]
+    # of the first one's matrix the microbatch; what a tanh makes counts where it enters, whoever keeps it
+    assert [layer.costs[0].activation_bytes for layer in (first, middle)] == [4 * MICROBATCH * IN, wide]
     assert last.costs[0].activation_bytes >= wide
+    # a gradient is made beside the one that it is added to
+    assert first.costs[0].workspace_bytes >= 4 * IN * OUT
+    assert middle.costs[0].workspace_bytes < 4 * OUT * OUT
 
 
 def test_carries_that_want_no_gradient_travel_too_and_tied_parameters_belong_to_their_owner() -> None:

@@ -117,7 +117,7 @@ def test_stages_of_each_device_are_as_many_as_may_be_at_most() -> None:
 
 def test_memory_of_the_devices_limits_the_choice() -> None:
     """Four rows hold at most 4, 3, 2 and 1 microbatches of their layers: what holds more everywhere has no plan."""
-    problem = job(4, 16, 4, activation_bytes=MIB, memory_bytes=4 * MIB)
+    problem = job(4, 16, 4, activation_bytes=MIB, memory_bytes=4 * MIB + 1024)
     assert choose_schedule(problem, 4, 1).chosen.schedule is ScheduleKind.ZB_H1
     *others, last = problem.profile.layers
     large = replace(last, costs=(replace(last.costs[0], activation_bytes=3 * MIB),))
@@ -129,7 +129,7 @@ def test_memory_of_the_devices_limits_the_choice() -> None:
 
 def test_schedule_that_needs_more_nodes_is_not_chosen() -> None:
     """With more nodes zb-h1 would fit, but the job could go on with fewer only under another schedule."""
-    problem = job(8, 8, 1, activation_bytes=MIB, memory_bytes=28 * MIB)
+    problem = job(8, 8, 1, activation_bytes=MIB, memory_bytes=28 * MIB + 1024)
     *others, last = (replace(each, parameter_bytes=5 * MIB) for each in problem.profile.layers)
     large = replace(last, costs=(replace(last.costs[0], activation_bytes=3 * MIB),))
     problem = replace(problem, profile=ModelProfile(layers=(*others, large)))

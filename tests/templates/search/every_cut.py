@@ -20,6 +20,7 @@ from resilient.templates.schedules.kind import (
 from resilient.templates.template import PipelineTemplate, StageSpec
 from tests.templates.jobs import cost, layer
 from tests.templates.search.exhaustive import gradient_sum_ms
+from tests.templates.search.stage_bytes import StageBytes
 
 
 def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -> PlanningProblem:
@@ -64,10 +65,8 @@ def every_cut(problem: PlanningProblem) -> Iterator[PipelineTemplate]:
     @cache
     def stage(index: int, first: int, end: int, again: bool) -> tuple[StageSpec, int]:
         own, kept = layers[first:end], int(in_flight[row_of[index], index // num_rows])
-        states = problem.profile.states(first, end)
-        held = sum(x.state_bytes + x.gradient_bytes for x in layers if x.name in states)
-        activations = [x.costs[0].activation_bytes for x in own]
-        taken = kept * sum(x.input_bytes for x in own) + max(activations) if again else kept * sum(activations)
+        bytes_of = StageBytes(problem.profile, first, end)
+        taken = bytes_of.again(kept) if again else bytes_of.plain(kept)
         forward = sum(x.costs[0].forward_ms for x in own)
         of_inputs = sum(x.costs[0].backward_input_ms for x in own if x.input_gradient)
         of_inputs += again * forward * any(x.trainable or x.input_gradient for x in own)
@@ -83,7 +82,7 @@ def every_cut(problem: PlanningProblem) -> Iterator[PipelineTemplate]:
             weights_ms=of_weights * (problem.schedule in SPLIT_KINDS),
             send_ms=message * crosses,
         )
-        return spec, held + taken
+        return spec, taken
 
     for inner in combinations(range(1, len(layers)), num_rows * num_chunks - 1):
         spans = list(enumerate(pairwise([0, *inner, len(layers)])))

@@ -8,10 +8,10 @@ from itertools import combinations, product
 
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.inputs.cluster import Link
-from resilient.templates.inputs.profile import LayerProfile
 from resilient.templates.plan import PlanningProblem, Sharding
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.template import PipelineTemplate, StageSpec
+from tests.templates.search.stage_bytes import StageBytes, used
 
 Ns = int
 
@@ -90,23 +90,13 @@ def make_stage(
     q = profile.tp_degrees.index(degree)
     layers = profile.layers[first:end]
 
-    def used(layer: LayerProfile) -> list[LayerProfile]:
-        return [layer, *(profile.layers[profile.index(owner)] for owner in layer.shares)]
-
-    names = {each.name for layer in layers for each in used(layer)}
-    held = -(-sum(x.state_bytes + x.gradient_bytes for x in profile.layers if x.name in names) // devices)
-    if groups > 1:
-        whole = [sum(x.parameter_bytes + x.gradient_bytes for x in used(layer)) for layer in layers]
-        held += 2 * max(-(-each // degree) for each in whole)
-    activations = [layer.costs[q].activation_bytes for layer in layers]
-    inputs = sum(layer.input_bytes for layer in layers)
-    plain = held + in_flight * turns * sum(activations)
-    again = held + in_flight * turns * inputs + max(activations)
+    bytes_of = StageBytes(profile, first, end, groups, degree)
+    plain, again = bytes_of.plain(in_flight * turns), bytes_of.again(in_flight * turns)
     limit = plain if cluster.memory_bytes is None else cluster.memory_bytes
     checkpointing = plain > limit
     if checkpointing and (not problem.activation_checkpointing or again > limit):
         return None
-    usable = range(sum(other <= cluster.devices_per_node for other in profile.tp_degrees))
+    usable = range(sum(other * round_size <= cluster.devices_per_node for other in profile.tp_degrees))
     timeless = not any(
         nanoseconds(x.costs[k].forward_ms) or nanoseconds(x.backward_ms(k)) for x in profile.layers for k in usable
     )
@@ -115,8 +105,8 @@ def make_stage(
         gather, scatter = (
             (groups - 1) * _message(cluster.intra_node, num_bytes / devices) if num_bytes else 0
             for num_bytes in (
-                sum(x.parameter_bytes for x in used(layer)),
-                sum(x.gradient_bytes for x in used(layer)),
+                sum(x.parameter_bytes for x in used(profile, layer)),
+                sum(x.gradient_bytes for x in used(profile, layer)),
             )
         )
         runs = layer.trainable or layer.input_gradient
@@ -124,7 +114,7 @@ def make_stage(
         backward += max(turns * nanoseconds(layer.backward_ms(q)), runs * gather + scatter)
     if checkpointing and any(layer.trainable or layer.input_gradient for layer in layers):
         backward += forward
-    per_round = turns * (inputs if checkpointing else sum(activations))
+    per_round = turns * (bytes_of.each_again if checkpointing else bytes_of.each)
     send = 0
     if first > 0:
         between = device % cluster.devices_per_node == 0

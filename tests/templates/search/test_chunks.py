@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from resilient.templates.composition.batch_split import lines, slowed_line
 from resilient.templates.inputs.cluster import Cluster, Link
-from resilient.templates.plan import Pipeline, Plan, PlanningProblem
+from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, chunks_in_flight, chunks_of, rows_of_stages
@@ -24,6 +24,7 @@ from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import enough_nodes, problems, profile, schedule_alone
 from tests.templates.search.every_cut import every_cut, uneven_job
+from tests.templates.search.stage_bytes import StageBytes
 from tests.templates.simulated_steps import simulate_template
 
 
@@ -146,7 +147,7 @@ def test_templates_are_the_best_of_all_cuts(kind: ScheduleKind, few: int, monkey
             ):
                 best = min(template.iteration_ms(count, alone=alone) for template in every)
                 ratios.append(templates.best(size, count, alone=alone).iteration_ms(count, alone=alone) / best)
-    assert len(ratios) > 40
+    assert len(ratios) >= 40
     assert min(ratios) >= 1 - 1e-6
     if few:
         assert max(ratios) <= 1 + 1e-6
@@ -207,19 +208,14 @@ def taken(problem: PlanningProblem, template: PipelineTemplate, num_microbatches
     held: list[int] = []
     each: list[int] = []
     for stage in template.stages:
-        layers = problem.profile.layers[stage.first_layer : stage.end_layer]
-        activations = [layer.costs[0].activation_bytes for layer in layers]
-        each.append(sum(layer.input_bytes for layer in layers) if stage.checkpointing else sum(activations))
-    plan = Plan(pipelines=(Pipeline(template=template, nodes=tuple(range(template.num_nodes)), num_microbatches=1),))
-    for slot in plan.slots:
-        names = slot.intervals(problem.profile)
-        states = sum(x.state_bytes + x.gradient_bytes for x in problem.profile.layers if x.name in names)
-        largest = max(
-            problem.profile.layers[index].costs[0].activation_bytes
-            for stage in slot.stages
-            for index in range(stage.first_layer, stage.end_layer)
-        )
-        held.append(states + slot.stages[0].checkpointing * largest)
+        of_stage = StageBytes(problem.profile, stage.first_layer, stage.end_layer)
+        each.append(of_stage.each_again if stage.checkpointing else of_stage.each)
+    for row in template.rows:
+        of_row = [
+            (StageBytes(problem.profile, stage.first_layer, stage.end_layer), stage.checkpointing) for stage in row
+        ]
+        # a tied state counts for each stage of a row that uses it
+        held.append(sum(each.held + (each.largest if again else each.workspace) for each, again in of_row))
     schedule = schedule_alone(problem.schedule, template, num_microbatches)
     costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
     peaks = simulate(schedule, costs).peak_bytes

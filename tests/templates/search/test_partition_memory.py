@@ -16,6 +16,7 @@ from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import KINDS, enough_nodes, problems, profile, schedule_alone
+from tests.templates.search.stage_bytes import StageBytes
 
 
 @settings(max_examples=60)
@@ -45,25 +46,19 @@ def memory_taken(
     held: list[int] = []
     each: list[int] = []
     for stage in template.stages:
-        layers = problem.profile.layers[stage.first_layer : stage.end_layer]
-        degree_index, turns = problem.profile.tp_degrees.index(stage.tp_degree), template.round_size // stage.shard
-        activations = [layer.costs[degree_index].activation_bytes for layer in layers]
-        states = problem.profile.states(stage.first_layer, stage.end_layer)
-        total = sum(x.state_bytes + x.gradient_bytes for x in problem.profile.layers if x.name in states)
-        held.append(-(-total // stage.num_devices) + stage.checkpointing * max(activations))
-        if stage.shard > 1:
-            held[-1] += 2 * max(-(-(x.parameter_bytes + x.gradient_bytes) // stage.tp_degree) for x in layers)
-        kept = sum(layer.input_bytes for layer in layers) if stage.checkpointing else sum(activations)
-        each.append(turns * kept)
+        of_stage = StageBytes(problem.profile, stage.first_layer, stage.end_layer, stage.shard, stage.tp_degree)
+        again, turns = stage.checkpointing, template.round_size // stage.shard
+        held.append(of_stage.held + (of_stage.largest if again else of_stage.workspace))
+        each.append(turns * (of_stage.each_again if again else of_stage.each))
     schedule = schedule_alone(problem.schedule, template, num_microbatches)
     costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
     return held, [int(peak) for peak in simulate(schedule, costs).peak_bytes]
 
 
 def eight_layers(kind: ScheduleKind, memory_bytes: int | None) -> PlanningProblem:
-    """States and gradients of 100 bytes a layer, and 30 bytes of activations for each microbatch."""
+    """States and gradients of 100 bytes a layer, 30 bytes of activations for each microbatch, and 10 that are sent."""
     return PlanningProblem(
-        profile=profile([1.0] * 8, state_bytes=75, activation_bytes=30, input_bytes=40),
+        profile=profile([1.0] * 8, state_bytes=75, activation_bytes=30, input_bytes=10),
         num_microbatches=20,
         cluster=Cluster(memory_bytes=memory_bytes),
         max_failures=0,
@@ -84,25 +79,28 @@ def eight_layers(kind: ScheduleKind, memory_bytes: int | None) -> PlanningProble
 )
 def test_stages_hold_what_their_schedule_keeps_in_flight(kind: ScheduleKind, in_flight: tuple[int, ...]) -> None:
     template = plan_templates(eight_layers(kind, None), 4).best(4, 20)
-    assert [stage.memory_bytes for stage in template.stages] == [200 + count * 60 for count in in_flight]
+    sent, arriving = (20, 20, 20, 0), (0, 20, 20, 20)
+    assert [stage.memory_bytes for stage in template.stages] == [
+        200 + more + count * (60 + each) for count, each, more in zip(in_flight, sent, arriving, strict=True)
+    ]
 
 
 def test_eager_1f1b_takes_what_memory_1f1b_leaves() -> None:
-    templates = plan_templates(eight_layers(ScheduleKind.EAGER, 500), 4)
+    templates = plan_templates(eight_layers(ScheduleKind.EAGER, 650), 4)
     template = templates.best(4, 20)
-    assert [stage.max_in_flight for stage in template.stages] == [5, 5, 5, 5]
+    assert [stage.max_in_flight for stage in template.stages] == [5, 5, 5, 7], "the last one sends nothing"
     assert schedule_alone(ScheduleKind.EAGER, template, 20) == generate(
-        ScheduleKind.EAGER, 4, 20, max_in_flight=[5, 5, 5, 5]
+        ScheduleKind.EAGER, 4, 20, max_in_flight=[5, 5, 5, 7]
     )
     free = plan_templates(eight_layers(ScheduleKind.EAGER, None), 4).best(4, 20)
     assert schedule_alone(ScheduleKind.EAGER, free, 20) == generate(ScheduleKind.EAGER, 4, 20)
 
 
 def test_memory_that_only_1f1b_fits_in_is_refused() -> None:
-    assert plan_templates(eight_layers(ScheduleKind.ONE_F_ONE_B, 500), 4).sizes.start == 4
+    assert plan_templates(eight_layers(ScheduleKind.ONE_F_ONE_B, 550), 4).sizes.start == 4
     with pytest.raises(ValueError, match="must") as caught:
-        plan_templates(eight_layers(ScheduleKind.GPIPE, 500), 8)
+        plan_templates(eight_layers(ScheduleKind.GPIPE, 550), 8)
     assert str(caught.value) == (
-        "memory_bytes must hold layer 'l0' alone in a stage, 700 bytes on each device, got 500; use smaller "
+        "memory_bytes must hold layer 'l1' alone in a stage, 750 bytes on each device, got 550; use smaller "
         "microbatches, schedule 1f1b or devices with more memory"
     )

@@ -17,6 +17,7 @@ from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import enough_nodes, problems, profile
+from tests.templates.search.stage_bytes import StageBytes
 from tests.templates.search.test_partition import check_against_all, small_problems, tight_problem
 
 
@@ -76,10 +77,14 @@ def test_with_one_device_a_node_nothing_changes(problem: PlanningProblem, scarce
 
 def test_a_node_that_holds_the_model_is_one_stage_whose_devices_take_a_microbatch_each() -> None:
     (stage,) = only(eight_layers(), 1).stages
+    narrow = eight_layers(profile=profile([4.0] * 8, state_bytes=3000, activation_bytes=100, input_bytes=10))
     assert (stage.num_devices, stage.shard, stage.tp_degree) == (4, 4, 1)
     assert stage.stage_ms == pytest.approx(32.0), "of four microbatches"
-    whole, each, activations = 8 * 4000, 2000, 8 * 100
-    assert stage.memory_bytes == whole // 4 + 2 * each + activations
+    # most is there while the seventh layer of 1000 parameters is differentiated, the sixth comes in, and the eighth's
+    # gradients are summed of three addends, twice in memory when the last one is added
+    of_one = 1000
+    gathered = 2 * of_one + 2 * of_one + 3 * of_one // 4 + 2 * of_one // 4
+    assert only(narrow, 1).stages[0].memory_bytes == 8 * 4000 // 4 + 7 * 100 + gathered
     assert only(eight_layers(), 1).iteration_ms(32) == pytest.approx(8 * 32.0)
 
 
@@ -128,16 +133,16 @@ def test_rounds_are_what_the_schedule_runs_within_the_planned_memory() -> None:
     schedule = plan.schedule(0)
     assert pipeline.template.num_rounds(31) == 8
     stages = pipeline.template.stages
+    taken = [StageBytes(problem.profile, stage.first_layer, stage.end_layer, 4) for stage in stages]
     costs = ActionCosts(
         forward_ms=[stage.forward_ms for stage in stages],
         backward_input_ms=[stage.backward_ms for stage in stages],
-        activation_bytes=[100 * (stage.end_layer - stage.first_layer) for stage in stages],
+        activation_bytes=[each.each for each in taken],
     )
     timeline = simulate(schedule, costs)
     assert timeline.iteration_ms == pytest.approx(pipeline.template.iteration_ms(31))
-    for stage, peak in zip(stages, timeline.peak_bytes, strict=True):
-        held = (stage.end_layer - stage.first_layer) * 4000 // 4 + 2 * 2000
-        assert stage.memory_bytes == held + peak
+    for stage, each, peak in zip(stages, taken, timeline.peak_bytes, strict=True):
+        assert stage.memory_bytes == each.held + each.workspace + peak
 
 
 def test_interleaved_stages_are_not_sharded() -> None:

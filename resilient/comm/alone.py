@@ -1,0 +1,38 @@
+"""A device of a stage whose peers are not there: what it computes has the sizes it has among them, not the values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from resilient.comm.interface import DONE, Group, Pending
+from resilient.comm.parts_exchange import PartsExchange
+
+
+class LastOfSeveral:
+    """The exchanges of the last of several devices, in the memory that they take; the others' parts are zero.
+
+    Args:
+        size: How many devices there are; of what they divide unevenly the last one has the most.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank = size - 1
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
+        """Send to nobody."""
+        return DONE
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        """Receive zeros."""
+        tensor.zero_()
+        return DONE
+
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        """Fill in zeros for what others have."""
+        return PartsExchange(self, tensor, bounds, group, tag=0).all_gather(None)
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        """Keep what this device has of the sum."""
+        return PartsExchange(self, tensor, bounds, group, tag=0).reduce_scatter(None)

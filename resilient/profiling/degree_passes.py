@@ -1,0 +1,87 @@
+"""Takes microbatches through one device's part of each layer, to see how much memory a tensor-parallel device needs.
+
+Its peers are not there (:class:`resilient.comm.LastOfSeveral`): sizes are those of a stage, values and times are not.
+Of what devices divide unevenly the one that is looked at has the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from resilient.comm import LastOfSeveral
+from resilient.models.layer import Activations, Batch
+from resilient.models.tensor_parallel.devices import TensorDevices
+from resilient.profiling.layer_passes import LayerPass, layout_bytes
+from resilient.runtime.job import Job
+from resilient.state.binding import bind
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
+from resilient.templates.common.byte_intervals import ByteIntervals
+from resilient.templates.inputs.profile import LayerProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What a layer takes of a device beside its state and its gradients.
+
+    Args:
+        activation_bytes: As of :class:`resilient.profiling.layer_passes.PassSeen`.
+        workspace_bytes: The most that is in use at a time beside them.
+    """
+
+    activation_bytes: int
+    workspace_bytes: int
+
+
+class DegreePasses:
+    """Microbatches on their way through a model's layers at one tensor-parallel degree.
+
+    Args:
+        job: The job.
+        layouts: Of all its layers.
+        batches: The microbatches.
+        degree: One that all layers can be run at.
+    """
+
+    def __init__(self, job: Job, layouts: Mapping[str, BufferLayout], batches: Sequence[Batch], degree: int) -> None:
+        self._job = job
+        self._layouts = layouts
+        self._degree = degree
+        self._batches = batches
+        self._entering: list[Activations] = [{} for _ in batches]
+        self._known: dict[Hashable, DeviceMemory] = {}
+
+    def advance(self, index: int, kind: Hashable) -> DeviceMemory:
+        """Go through one more layer; return what the largest microbatch takes.
+
+        Args:
+            index: The layer's in the model.
+            kind: Layers of one kind take the same.
+        """
+        job, spec = self._job, self._job.model.layers[index]
+        devices = TensorDevices(LastOfSeveral(self._degree), tuple(range(self._degree)))
+        names = dict.fromkeys((spec.name, *(owner for owner, _ in spec.tied.values())))
+        module = bind(spec, {name: self._state(name) for name in names}, job.device, devices)
+        pairs = zip(self._batches, self._entering, strict=True)
+        passes = [LayerPass(job, index, module, batch, entering) for batch, entering in pairs]
+        if kind not in self._known:
+            self._known[kind] = device_memory(passes)
+        self._entering = [one.sent() for one in passes]
+        return self._known[kind]
+
+    def _state(self, name: str) -> LayerState:
+        job, layout = self._job, self._layouts[name]
+        rows = layout.rows(0, job.dtype.itemsize)
+        whole = LayerProfile(name=name, costs=(), parameter_bytes=layout_bytes(job, layout)[0], rows=rows)
+        held: ByteIntervals = whole.part(self._degree - 1, self._degree)
+        return LayerState(job.layer(name), layout, (), job.dtype, job.device, held)
+
+
+def device_memory(passes: Sequence[LayerPass]) -> DeviceMemory:
+    """Return what a layer takes of a device for the largest of some microbatches."""
+    seen = [one.inspect() for one in passes]
+    return DeviceMemory(
+        activation_bytes=max(each.activation_bytes for each in seen),
+        workspace_bytes=max(one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True)),
+    )

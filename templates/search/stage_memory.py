@@ -1,0 +1,110 @@
+"""What stages of contiguous layers hold on each of their devices, in bytes, with all choices of layers in tables.
+
+:mod:`resilient.templates.search.stage_cost_model` says what that consists of. In the tables, i is a stage's first layer
+and j one past its last one, of L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from resilient.templates.common.arrays import Ints
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.search.layer_costs import LayerCosts
+
+
+class StageMemory:
+    """Stages with one choice of devices.
+
+    Args:
+        problem: The job.
+        costs: Of its layers.
+        option: Index of the devices in the costs' options.
+
+    Attributes:
+        held: What is there once, whatever runs: states, gradients, what comes in and goes out. [L, L + 1]
+        kept: Of each microbatch in flight, with what is handed on. [L, L + 1]
+        inputs: The same where layers run again, which keep their inputs alone. [L, L + 1]
+        workspace: Used beside what is kept, by the layer for which that is most. [L, L + 1]
+        largest: Used beside inputs, by the largest layer that runs again. [L, L + 1]
+    """
+
+    def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int) -> None:
+        activations = _prefix_sums(costs.kept[option])
+        inputs = _prefix_sums(costs.inputs[option])
+        handed_on = np.array(costs.handed_on[option], dtype=np.int64)
+        once = _AtOnce(costs, option)
+        kept = activations + handed_on - activations[:-1, None]
+        self.kept = _rising(kept)
+        self.inputs = _rising(inputs + handed_on - inputs[:-1, None])
+        self.workspace = _rising(np.maximum(kept, once.of(activations[1:]) + handed_on - activations[:-1, None]))
+        self.workspace -= self.kept
+        self.largest = once.of(np.diff(activations))
+        held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
+        held = np.triu(held + np.array(costs.arriving[option], dtype=np.int64)[:, None], 1)
+        # the search also relies on it that none holds less than one that begins later, as it might where layers are
+        # smaller than what comes in behind them
+        self.held = np.maximum.accumulate(held[::-1])[::-1]
+
+    def num_bytes(self, first: int, end: int, in_flight: int, *, checkpointing: bool) -> int:
+        """Return what a stage of layers ``first .. end - 1`` holds with so many rounds in flight."""
+        each, once = (self.inputs, self.largest) if checkpointing else (self.kept, self.workspace)
+        return int(self.held[first, end] + once[first, end] + in_flight * each[first, end])
+
+
+def _rising(num_bytes: Ints) -> Ints:
+    """Return a table in which no stage holds less than one that ends before it; the search relies on that.
+
+    It does only where far less is handed on behind a layer than before it. [L, L + 1]
+    """
+    return np.maximum.accumulate(np.triu(num_bytes, 1), axis=1)
+
+
+def _prefix_sums(values: Sequence[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
+
+
+class _AtOnce:
+    """What is there while one layer is differentiated: its workspace and, of a sharded stage, what is gathered for it.
+
+    That is its parameters, those of the layer before that are on their way, its gradients, and those of the layer
+    behind it with the others' addends to this device's part, and the sums of these.
+
+    Args:
+        costs: Of layers.
+        option: Index of the stage's devices in their options.
+    """
+
+    def __init__(self, costs: LayerCosts, option: int) -> None:
+        shard = costs.options[option].shard
+        self._before, gradients = (np.array(of[option], dtype=np.int64) for of in (costs.gathered, costs.scattered))
+        # of two addends the sum takes a part's bytes, of more it does so twice while one is added
+        addends_and_sums = shard - 1 + min(shard, 3) - 1
+        self._behind = np.append(gradients[1:] + -(-gradients[1:] * addends_and_sums // shard), 0)
+        self._own = np.array(costs.workspace[option], dtype=np.int64) + self._before + gradients
+
+    def of(self, num_bytes: Ints) -> Ints:
+        """Return the most of layers i .. j - 1, with so many bytes that are there besides of each. [L, L + 1]"""
+        size = len(num_bytes)
+        most = np.zeros((size, size + 1), dtype=np.int64)
+        for i in range(size):
+            last = num_bytes[i:] + self._own[i:]
+            last[1:] += self._before[i:-1]
+            inner = np.maximum.accumulate(last + self._behind[i:])
+            most[i, i + 1 :] = np.maximum(last, np.append(0, inner[:-1]))
+        return most
+
+
+def _with_owners(problem: PlanningProblem, sizes: Sequence[int]) -> Ints:
+    """Return states and gradients of layers i .. j - 1 with their owners elsewhere, by those of each. [L, L + 1]"""
+    layers, sums = problem.profile.layers, _prefix_sums(sizes)
+    held = np.maximum(sums[None, :] - sums[:-1, None], 0)
+    first, end = np.arange(len(layers))[:, None], np.arange(len(layers) + 1)[None, :]
+    for owner in {owner for layer in layers for owner in layer.shares}:
+        position = problem.profile.index(owner)
+        users = np.array([i for i, layer in enumerate(layers) if owner in layer.shares])
+        next_user = np.append(users, len(layers))[np.searchsorted(users, first)]
+        held += sizes[position] * ((next_user < end) & ((position < first) | (position >= end)))
+    return held

@@ -1,0 +1,146 @@
+"""What is planned that a stage holds is what its allocator counts while it trains, within a tenth."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile, record_function
+from transformers import LlamaConfig
+
+from resilient.models.chain import Chain
+from resilient.models.layer import Batch
+from resilient.models.multimodal.module import MultimodalModule
+from resilient.profiling.profiler import draw_samples, measure
+from resilient.runtime.batches import Batches
+from resilient.runtime.job import Job
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.plan import Pipeline, Plan, PlanningProblem, Sharding
+from resilient.templates.search.stage_cost_model import StageCosts
+from tests.resilient.pipeline.test_executor_ranks import STEP, installed, work_of, write_initial
+from tests.resilient.pipeline.test_tensor_parallel import pipeline
+from tests.resilient.ranks import as_threads
+from tests.resilient.small import make_job
+
+WIDTH, VOCABULARY, TOKENS = 256, 512, 64
+BEGUN = "training begins"
+
+
+class Points:
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        values = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        return {"input": values, "labels": torch.tensor(index % WIDTH)}
+
+    def num_targets(self, index: int) -> int:
+        return 1
+
+
+class Texts:
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.tensor([(7 * index + 3 * k * k) % (VOCABULARY - 1) + 1 for k in range(TOKENS + 1)])
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+    def num_targets(self, index: int) -> int:
+        return TOKENS
+
+
+def summed_loss(output: Tensor, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(output, batch["labels"], reduction="sum")
+
+
+def chain() -> Job:
+    """Eight layers of one size, whose rectifiers keep what they hand on, or the layer after does."""
+    inner = [lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())] * 7
+    model = Chain([*inner, lambda: nn.Linear(WIDTH, WIDTH)], summed_loss)
+    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=32, global_batch=256)
+
+
+def llama() -> Job:
+    """Embedding, four blocks, head."""
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 344}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS}
+    config = LlamaConfig(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=False)
+    model = MultimodalModule(encoders={}, language_model=config, labels="shifted")
+    return make_job(model=model, dataset=Texts(), precision="fp32", microbatch=2, global_batch=16)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, tuple[Job, ModelProfile]]:
+    made = {"chain": chain(), "llama": llama()}
+    return {
+        name: (job, measure(job, job.layouts(), draw_samples(job), on_layer=lambda _: None))
+        for name, job in made.items()
+    }
+
+
+CASES: dict[str, tuple[str, Pipeline, int]] = {
+    "chain, 1 device": ("chain", pipeline((0, 8), 8, 0, 1), 0),
+    "chain, a stage of 3 layers among others": ("chain", pipeline((0, 1, 4, 8), 8, 0, 1, 1, 1), 1),
+    "chain, sharded over 3": ("chain", pipeline((0, 4, 8), 8, 0, 1, 1, shard=3), 0),
+    "chain, layers that run again": ("chain", pipeline((0, 4, 8), 8, 0, 1, 1, recomputed=4), 0),
+    "llama, 2 stages": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 0),
+    "llama, sharded over 2": ("llama", pipeline((0, 6), 8, 0, 1, shard=2), 0),
+    "llama, 2 stages of 2 tensor-parallel devices": ("llama", pipeline((0, 3, 6), 8, 0, 2, 2), 1),
+}
+"""The job, its pipeline, and the stage that is looked at."""
+
+
+@pytest.mark.parametrize(("name", "laid_out", "row"), CASES.values(), ids=CASES.keys())
+def test_planned_memory_is_what_is_allocated(
+    name: str, laid_out: Pipeline, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
+) -> None:
+    job, profile = jobs[name]
+    plan = Plan(pipelines=(laid_out,))
+    write_initial(job, tmp_path)
+    rank = next(slot.rank for slot in plan.slots if slot.row_index == row)
+    assert planned(profile, plan, row) == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.1)
+
+
+def planned(profile: ModelProfile, plan: Plan, row: int) -> int:
+    """What the planner expects a device of a stage to hold."""
+    stages = plan.pipelines[0].template.stages
+    stage = stages[row]
+    sharding = Sharding.ON if stage.shard > 1 else Sharding.OFF
+    cluster = Cluster(devices_per_node=stage.num_devices)
+    problem = PlanningProblem(profile=profile, num_microbatches=8, cluster=cluster, max_failures=0, sharding=sharding)
+    costs = StageCosts(problem, stage.shard)
+    (option,) = (index for index, each in enumerate(costs.options) if each[:2] == (stage.num_devices, stage.shard))
+    again = stage.recomputed_layers > 0
+    made = costs.stage(stage.first_layer, stage.end_layer, option, 0, len(stages) - row, checkpointing=again)
+    return made.memory_bytes
+
+
+def allocated(job: Job, plan: Plan, rank: int, path: Path) -> int:
+    """The most that one rank has allocated at a time while it trains, with what it had when it began."""
+
+    def work(own: int, address: str) -> int:
+        place, batches = installed(job, plan, own, address, path), Batches(job)
+        with record_function(BEGUN):
+            pass
+        place.executor.run(work_of(place, batches, STEP))
+        place.comm.all_reduce(torch.zeros(1), tuple(range(place.comm.size))).wait()  # the barrier of every step
+        return 0
+
+    def counted(own: int, address: str) -> int:
+        if own != rank:
+            return work(own, address)
+        with profile(profile_memory=True) as profiler:
+            work(own, address)
+        results: Any = profiler
+        events = sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
+        sums = list(accumulate(event.nbytes() * (event.name() == "[memory]") for event in events))
+        begun = next(number for number, event in enumerate(events) if event.name() == BEGUN)
+        return max(sums[begun:])
+
+    return max(as_threads(len(plan.slots), counted))

@@ -1,0 +1,81 @@
+"""What a device of a stage holds, layer by layer and in plain words: what the planner's tables are compared with."""
+
+from __future__ import annotations
+
+from resilient.templates.inputs.profile import LayerProfile, ModelProfile
+
+
+def used(profile: ModelProfile, layer: LayerProfile) -> list[LayerProfile]:
+    """A layer, and those whose states it uses."""
+    return [layer, *(profile.layers[profile.index(owner)] for owner in layer.shares)]
+
+
+class StageBytes:
+    """Layers ``first .. end - 1`` on some groups of devices, each of a tensor-parallel degree.
+
+    Attributes:
+        held: What is there once, whatever runs.
+        each: Kept of each microbatch.
+        each_again: Kept of each where layers run again.
+        workspace: Used beside what is kept.
+        largest: Used by the largest layer that runs again.
+    """
+
+    def __init__(self, profile: ModelProfile, first: int, end: int, groups: int = 1, degree: int = 1) -> None:
+        self._profile, self._first, self._groups = profile, first, groups
+        self._layers = profile.layers[first:end]
+        self._degree = degree
+        q = profile.tp_degrees.index(degree)
+        # no stage holds less than one that begins later, nor than one that ends before it
+        self.held = max(self._held(start, end) for start in range(first, end))
+        self._of_layers = [layer.costs[q].workspace_bytes for layer in self._layers]
+        self._kept = [
+            max(layer.costs[q].activation_bytes, self._gradient(k)) for k, layer in enumerate(self._layers, start=first)
+        ]
+        ends = range(1, len(self._layers) + 1)
+        self.each = max(sum(self._kept[:e]) + self._handed_on(e) for e in ends)
+        self.each_again = max(sum(self._entering(first + k) for k in range(e)) + self._handed_on(e) for e in ends)
+        newest = max(sum(self._kept[: k + 1]) + self._once(k, e) + self._handed_on(e) for e in ends for k in range(e))
+        self.workspace = max(newest - self.each, 0)
+        self.largest = max(kept + self._once(k, ends[-1]) for k, kept in enumerate(self._kept))
+
+    def plain(self, in_flight: int) -> int:
+        """With activations kept."""
+        return self.held + in_flight * self.each + self.workspace
+
+    def again(self, in_flight: int) -> int:
+        """With layers that run again."""
+        return self.held + in_flight * self.each_again + self.largest
+
+    def _held(self, first: int, end: int) -> int:
+        """States and gradients; of a stage behind others what comes in, too, and the gradient that goes back."""
+        profile, degree = self._profile, self._degree
+        names = {each.name for layer in profile.layers[first:end] for each in used(profile, layer)}
+        states = [layer.device_bytes(degree) * degree for layer in profile.layers if layer.name in names]
+        held = -(-sum(states) // (self._groups * degree))
+        return held + (self._entering(first) + self._gradient(first) if first > 0 else 0)
+
+    def _entering(self, index: int) -> int:
+        return -(-self._profile.layers[index].input_bytes // self._degree)
+
+    def _gradient(self, index: int) -> int:
+        return self._entering(index) * self._profile.layers[index].input_gradient
+
+    def _handed_on(self, end: int) -> int:
+        """Sent, and room for its gradient."""
+        index = self._first + end
+        return 2 * self._gradient(index) if index < len(self._profile.layers) else 0
+
+    def _once(self, number: int, end: int) -> int:
+        """While a layer runs: its workspace, and what is gathered for it in a stage of so many layers."""
+        if self._groups == 1:
+            return self._of_layers[number]
+        parameters, gradients = (
+            [-(-sum(of(x) for x in used(self._profile, layer)) // self._degree) for layer in self._layers[:end]]
+            for of in (lambda x: x.parameter_bytes, lambda x: x.gradient_bytes)
+        )
+        before = parameters[number - 1] if number > 0 else 0
+        behind = gradients[number + 1] if number + 1 < end else 0
+        addends = self._groups - 1 + min(self._groups, 3) - 1
+        whole = before + parameters[number] + gradients[number] + behind + -(-behind * addends // self._groups)
+        return self._of_layers[number] + whole
