@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.common.processes import command_for
+from resilient.protocol import forkserver
 from resilient.protocol.forkserver import Spawn, script_imports
 from tests.processes import has_ended
 
@@ -215,3 +217,21 @@ def test_oversize_request_is_refused(tmp_path: Path) -> None:
 def test_script_imports_are_the_top_level_ones() -> None:
     source = "import a.b, c\nfrom d.e import f\nfrom . import g\ndef h():\n    import i\nimport c"
     assert script_imports(source) == ["a.b", "c", "d.e"]
+
+
+def test_preload_imports_what_the_script_does_and_what_that_needs_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second", "third"):
+        (tmp_path / f"only_for_preload_{name}.py").write_text("")
+        monkeypatch.setitem(sys.modules, f"only_for_preload_{name}", None)  # gone again after the test
+        del sys.modules[f"only_for_preload_{name}"]
+    script = tmp_path / "train.py"
+    script.write_text("import only_for_preload_missing\nimport only_for_preload_first\n")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # whose first entry becomes the script's folder
+    needed = {"only_for_preload_first": "only_for_preload_second", "only_for_preload_other": "only_for_preload_third"}
+    monkeypatch.setattr(forkserver, "PRELOADED", ())
+    monkeypatch.setattr(forkserver, "PRELOADED_WITH", needed)
+    forkserver.preload(str(script))
+    imported = {name for name in sys.modules if name.startswith("only_for_preload")}
+    assert imported == {"only_for_preload_first", "only_for_preload_second"}
