@@ -182,9 +182,10 @@ DRILLS = {
 """Every phase, of nodes of every kind, one after the other in a job of each planner."""
 
 
-def stages_of_workers(generation: Event) -> set[int]:
-    """Return how many workers the stages of a generation have."""
-    return {stage.get("num_workers", 1) for pipeline in generation["pipelines"] for stage in pipeline["stages"]}
+def workers_of_stages(run: Run) -> set[int]:
+    """Return how many workers the stages of pipelines of one node have; those of longer ones stand apart."""
+    pipelines = [pipeline for generation in run.generations for pipeline in generation["pipelines"]]
+    return {stage.get("num_workers", 1) for each in pipelines if len(each["nodes"]) == 1 for stage in each["stages"]}
 
 
 @pytest.mark.timeout(600)  # a job with six failures, one after the other
@@ -202,7 +203,7 @@ def test_planned_job_through_failures_of_every_kind(
     drilled = run_drills(tmp_path, DRILLS[planner], asked, *arguments, fewest=fewest, workers_per_node=workers)
     assert (drilled.missed, drilled.wrong) == ([], [])
     if planner == "sharded":
-        assert all(stages_of_workers(each) == {2} for each in drilled.run.generations)
+        assert workers_of_stages(drilled.run) == {2}
 
 
 def test_drills_come_to_every_phase() -> None:

@@ -111,7 +111,7 @@ def test_node_killed_in_a_recovery(reference: Run, tmp_path: Path) -> None:
 
 def test_node_joins_while_another_dies_in_the_copy(reference: Run, tmp_path: Path) -> None:
     def act(launcher: Launcher, event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == 1:
+        if event["kind"] == "step" and event["step"] == STEP:  # ready before the sixth were done, it would join then
             launcher.add_node()
 
     arguments = ("--change-after", "6")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.samples import LLM
@@ -67,8 +67,10 @@ def test_devices_that_divide_a_copy_have_all_units_of_their_samples(seed: int) -
     setting, known, batch = small_job(seed, 2)
     chosen, draw = planner("resilient"), np.random.default_rng(seed)
     asked = replace(setting, num_nodes=1, num_pipelines=1)
+    divided = [each for each in one_stage(asked) if each.shard == 2 and is_asked_for(asked, each)]
+    assume(divided)  # not where a device has no room for its part
     answers = {
-        1: next(each for each in one_stage(asked) if each.shard == 2 and is_asked_for(asked, each)),
+        1: divided[0],
         2: planner("cornstarch").configure(replace(setting, num_nodes=2, num_pipelines=1), known),
     }
     answers[2] = replace(answers[2], assigned_by="cornstarch")
