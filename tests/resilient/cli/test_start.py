@@ -8,6 +8,8 @@ import pytest
 _INTERRUPTED = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell begin without it
+
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
