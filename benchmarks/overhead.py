@@ -1,12 +1,14 @@
 """Failure-free step time against plain PyTorch on the same model, world and batch.
 
-    python benchmarks/overhead.py [--repeats 5] [--steps 25] [--only fsdp2] [--model llama] [--json FILE]
+    python benchmarks/overhead.py [--repeats 5] [--steps 25] [--only tensor] [--model llama] [--json FILE]
 
-Plain PyTorch is torch.distributed.pipelining's 1F1B with DistributedDataParallel, its stages cut at the same layers; or
-FSDP2 against the workers of one node that divide the states (``--shard on``). Both are started by torchrun, on an MLP
-and on a model of Llama's shape. Both ways run in turns, each in turn first; a run counts with its median step, a row is
-the median over runs. The ratio is ours over theirs: at most 1 means that surviving failures costs nothing while there
-are none. Worlds of more workers than this machine has cores are left out, which is said.
+Plain PyTorch is torch.distributed.pipelining's 1F1B with DistributedDataParallel, its stages cut at the same layers;
+FSDP2 against the workers of one node that divide the states (``--shard on``); or torch's tensor parallelism, with
+sequence parallelism, against theirs (``--tp 2``). All are started by torchrun, on an MLP and on a model of Llama's
+shape; an MLP of the user's own has no rules for tensor parallelism. Both ways run in turns, each in turn first; a run
+counts with its median step, a row is the median over runs. The ratio is ours over theirs: at most 1 means that
+surviving failures costs nothing while there are none. Worlds of more workers than this machine has cores are left
+out, which is said.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from rich.console import Console
 from resilient.cli.shared.printing import plain_table
 
 PEERS = Path(__file__).parent / "peers"
-PIPELINE, FSDP2 = "pipelining + DDP", "FSDP2"
+PIPELINE, FSDP2, TENSOR = "pipelining + DDP", "FSDP2", "tensor parallelism"
 MODELS = ("mlp", "llama")
+SCRIPTS = {PIPELINE: "pipeline_ddp.py", FSDP2: "fsdp2.py", TENSOR: "tensor_parallel.py"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class Setting:
         model: Of ``jobs/``.
         peer: How plain PyTorch trains it.
         num_pipelines: Replicas.
-        num_stages: Of each; under FSDP2 1.
+        num_stages: Of each; 1 where workers divide it.
         num_devices: Workers that divide a stage.
         batch: Samples of a step.
         microbatch: Samples of a microbatch.
@@ -77,6 +80,8 @@ def settings() -> list[Setting]:
             # a round of two microbatches for each device: every one gathers and sums all layers
             Setting(**size, peer=FSDP2, num_devices=2, microbatch=batch // 4),
         ]
+        if model == "llama":
+            found.append(Setting(**size, peer=TENSOR, num_devices=2, microbatch=microbatch))
     return found
 
 
@@ -104,11 +109,12 @@ def ours(setting: Setting, num_steps: int) -> tuple[float, list[int]]:
         "--min-pipeline-nodes": setting.num_stages,
     }
     found = run_steps(
-        f"{setting.model}.py",
+        "text.py" if setting.peer == TENSOR else f"{setting.model}.py",
         arguments,
         num_nodes=setting.num_pipelines * setting.num_stages,
         workers_per_node=setting.num_devices,
-        shard="on" if setting.num_devices > 1 else "off",
+        shard="on" if setting.peer == FSDP2 else "off",
+        tp=str(setting.num_devices) if setting.peer == TENSOR else "1",
     )
     cuts = [stage["first_layer"] for stage in found.generation["pipelines"][0]["stages"]]
     return statistics.median(found.step_ms), cuts
@@ -117,7 +123,7 @@ def ours(setting: Setting, num_steps: int) -> tuple[float, list[int]]:
 def theirs(setting: Setting, num_steps: int, cuts: list[int]) -> float:
     """Run the same under torchrun; return the median step in ms."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.world}"]
-    command += [str(PEERS / ("fsdp2.py" if setting.peer == FSDP2 else "pipeline_ddp.py")), f"--model={setting.model}"]
+    command += [str(PEERS / SCRIPTS[setting.peer]), f"--model={setting.model}"]
     command += [f"--steps={num_steps}", f"--batch={setting.batch}", f"--microbatch={setting.microbatch}"]
     if setting.peer == PIPELINE:
         command.append("--cuts=" + ",".join(map(str, cuts)))
@@ -163,7 +169,7 @@ def print_table(found: list[Measured], options: argparse.Namespace, console: Con
 
 def main() -> None:
     """Run all settings and print the table."""
-    peers = {"pipeline": PIPELINE, "fsdp2": FSDP2}
+    peers = {"pipeline": PIPELINE, "fsdp2": FSDP2, "tensor": TENSOR}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=25)

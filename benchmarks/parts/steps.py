@@ -38,6 +38,7 @@ def run_steps(
     num_nodes: int,
     workers_per_node: int = 1,
     shard: str = "off",
+    tp: str = "1",
 ) -> Steps:
     """Run a job of ``jobs/`` under the launcher.
 
@@ -47,6 +48,7 @@ def run_steps(
         num_nodes: Simulated nodes.
         workers_per_node: Workers of each.
         shard: Whether they divide the states of their stage.
+        tp: How many of them compute each layer together.
 
     Raises:
         RuntimeError: The job did not end well.
@@ -60,6 +62,7 @@ def run_steps(
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
             shard=shard,
+            tp=tp,
             run_directory=folder,
         )
         exit_code = launch(options, events.append)
