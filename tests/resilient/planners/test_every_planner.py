@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -116,6 +115,8 @@ def _runs(each: Planner, setting: Setting, known: SampleTable, batch: SampleTabl
         assert 0 <= result.sum_ms < result.iteration_ms
         left_ms = (setting.num_nodes - lost) * setting.cluster.devices_per_node * result.iteration_ms
         assert work_ms <= left_ms * (1 + 1e-6), (each.name, lost)  # devices that are gone do nothing
+        if not lost:
+            assert result.iteration_ms >= (1 - 1e-6) * bound_ms(setting, batch), each.name
         if not lost and configuration.encoders is not Encoders.REPLICATED:
             computing_ms = (1 - result.bubble) * result.iteration_ms * used_devices(configuration)
             assert computing_ms == pytest.approx(work_ms, rel=1e-5), each.name
@@ -124,7 +125,7 @@ def _runs(each: Planner, setting: Setting, known: SampleTable, batch: SampleTabl
 
 @given(seed=st.integers(0, 2**32 - 1))
 @example(seed=1285)  # one encoder for two replicas of the language model, on three devices
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_every_answer_could_run_before_and_after_nodes_are_lost(seed: int) -> None:
     setting, known, batch = planned_job(np.random.default_rng(seed))
     found = [_runs(each, setting, known, batch) for each in EVERY]
@@ -176,15 +177,3 @@ def test_no_planner_refuses_jobs_that_have_devices_for_it(each: Planner) -> None
             refused.append(str(error))
     assert len(refused) <= {"entrain": 4}.get(each.name, 2)
     assert all(message.startswith("num_nodes must ") for message in refused)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_planner_is_faster_than_the_bound(seed: int) -> None:
-    setting, known, batch = planned_job(np.random.default_rng(seed))
-    for each in EVERY:
-        with contextlib.suppress(ValueError):  # it fits in no way
-            configuration = each.configure(setting, known)
-            replicas = degraded_replicas(setting, configuration, 0)
-            assignment = each.assign(setting, configuration, batch, replicas)
-            result = evaluate(setting, configuration, assignment, batch, replicas)
-            assert result.iteration_ms >= (1 - 1e-6) * bound_ms(setting, batch), each.name
