@@ -167,14 +167,14 @@ class NcclCommunicator:
         if tensor.device.type == "cpu":
             return self._gloo.all_gather(tensor, bounds, group)
         raise AssertionError(
-            "stages of several devices do not run over NCCL: who installs plans refuses those with some"
+            "stages of several devices do not run over NCCL: who installs plans has gloo for those with some"
         )
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
         if tensor.device.type == "cpu":
             return self._gloo.reduce_scatter(tensor, bounds, group)
         raise AssertionError(
-            "stages of several devices do not run over NCCL: who installs plans refuses those with some"
+            "stages of several devices do not run over NCCL: who installs plans has gloo for those with some"
         )
 
     def check(self) -> None:

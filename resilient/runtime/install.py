@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+import torch
+
 from resilient.comm import Communicator, Group, StoreClient, connect
-from resilient.errors import ArgumentError
 from resilient.models.summed_loss import loss_units
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
@@ -45,7 +46,7 @@ from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, P
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, Slot
 from resilient.templates.schedules.graph import StageName
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind
 from resilient.templates.stage_times import stage_times
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -193,17 +194,21 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
         host=context.host,
         timeout_s=context.job.comm_timeout_s,
         interrupted=context.guard.open(message.generation),
-        device=context.job.device,
+        device=context.job.device if _may_use_nccl(context.job, message.plan) else torch.device("cpu"),
         num_sources=message.num_sources,
         pairs=pairs,
     )
     context.guard.attach(message.generation, comm)
-    several = next((stage for slot in slots for stage in slot.stages if stage.num_devices > 1), None)
-    if comm.on_devices and several is not None:
-        name, usual, got = ("shard", "off", "on") if several.shard > 1 else ("tp", "1", several.tp_degree)
-        constraint = f"be {usual} where every worker has a GPU of its own (NCCL is not used for it yet)"
-        raise ArgumentError(name, constraint, got, "leave it out")
     return comm
+
+
+def _may_use_nccl(job: Job, plan: Plan) -> bool:
+    """Return whether GPUs may talk over NCCL: it has no tags, and in other jobs both ends order messages differently.
+
+    Nor do the devices of a stage exchange parts over it yet. All this goes by way of the hosts instead.
+    """
+    several = any(stage.num_devices > 1 for slot in plan.slots for stage in slot.stages)
+    return not (job.planner or job.schedule in CHUNK_KINDS or several)
 
 
 def _exchanging(context: WorkerContext, plan: Plan) -> list[tuple[int, int]]:

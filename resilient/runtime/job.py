@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from resilient.data.dataset import Dataset
-from resilient.errors import ArgumentError
 from resilient.models.layer import LayerSpec, Model
 from resilient.optim import Optimizer, check_groups
 from resilient.protocol.alike import Alike
@@ -18,7 +17,6 @@ from resilient.runtime.job_arguments import check_dataset, check_model, check_op
 from resilient.state.layout import BufferLayout
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.schedules.kind import CHUNK_KINDS
 from resilient.templates.template import PipelineTemplate
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -63,13 +61,10 @@ class Job(JobConfig):
         if self.num_workers is not None:
             self._take_whole("num_workers", 0, "0 reads samples in the worker itself")
         self._take_whole("read_ahead", 1, "num_workers=0 reads none ahead of time")
-        if self.schedule in CHUNK_KINDS and self.device.type == "cuda":
-            why = "NCCL's messages carry no tags, and both ends do not order theirs alike"
-            raise ArgumentError("schedule", f"be another on CUDA devices ({why})", self.schedule, "choose another")
-        if self.schedule == AUTO_SCHEDULE and self.device.type == "cuda":  # one of those is not to be chosen
+        if self.schedule == AUTO_SCHEDULE and self.device.type == "cuda":  # NCCL is not used for several
             object.__setattr__(self, "num_chunks", 1)
         if self.planner:
-            check_planner(self.planner, self.model, self.dataset, self.schedule, self.device)
+            check_planner(self.planner, self.model, self.dataset, self.schedule)
         if self.optimizer.groups:
             check_groups(self.optimizer, self.parameter_names())
 

@@ -80,7 +80,7 @@ def check_optimizer(optimizer: Any) -> None:
     raise ArgumentError("optimizer", "be a description such as resilient.AdamW(lr=3e-4)", got, fix)
 
 
-def check_planner(name: str, model: Model, dataset: Dataset, schedule: str, device: torch.device) -> None:
+def check_planner(name: str, model: Model, dataset: Dataset, schedule: str) -> None:
     """Check that a planner can place the samples of a job.
 
     Raises:
@@ -96,6 +96,3 @@ def check_planner(name: str, model: Model, dataset: Dataset, schedule: str, devi
         known = " or ".join(repr(each.value) for each in PLANNED_SCHEDULES)
         got, fix = f"{schedule!r} beside planner {name!r}", "leave it out: the planner decides the order"
         raise ArgumentError("schedule", f"be {known} beside a planner", got, fix)
-    if device.type == "cuda":
-        why = "NCCL's messages carry no tags, and both ends do not order those of units alike"
-        raise ArgumentError("planner", f"be None on CUDA devices ({why})", repr(name), "leave it out")

@@ -218,6 +218,31 @@ def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built
     assert asked == [{(0, 1), (1, 2), (3, 4), (5, 2), (5, 4)}]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "workers", "talks_on"),
+    [("1f1b", 1, "meta"), ("interleaved-1f1b", 1, "cpu"), ("1f1b", 2, "cpu")],
+    ids=["plain", "chunks", "several devices"],
+)
+def test_gpus_talk_over_nccl_where_both_ends_order_messages_alike_and_over_gloo_elsewhere(
+    schedule: str, workers: int, talks_on: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[torch.device] = []
+
+    def connect(**arguments: Any) -> None:
+        asked.append(arguments["device"])
+        raise CommunicationError("far enough")
+
+    monkeypatch.setattr("resilient.runtime.install.connect", connect)
+    (pipeline,) = make_plan(((0, 6), 8)).pipelines
+    stages = tuple(replace(stage, num_devices=workers, shard=workers) for stage in pipeline.template.stages)
+    template = replace(pipeline.template, stages=stages)
+    plan = Plan(pipelines=(replace(pipeline, template=template),))
+    job = make_job(schedule=schedule, device=torch.device("meta"))
+    with pytest.raises(CommunicationError, match=r"^far enough$"):
+        install(Member(job, tmp_path).context, message(plan, 0, ""))
+    assert asked == [torch.device(talks_on)]
+
+
 def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path: Path) -> None:
     job = make_job(model=TiedModel(num_blocks=1), dataset=Tokens())
     start, store = start_from_files(job, tmp_path), StoreHost(HOST, SECRET)

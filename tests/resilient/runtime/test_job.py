@@ -48,9 +48,6 @@ from tests.resilient.small import Tokens, make_job, make_profile
          "learning rates are the optimizer's lr_schedule"),
         ({"schedule": "interleaved-1f1b", "num_chunks": 1},
          "num_chunks must be >= 2, got 1; 1f1b is the schedule with one stage on each worker"),
-        ({"schedule": "interleaved-1f1b", "device": torch.device("cuda", 1)},
-         "schedule must be another on CUDA devices (NCCL's messages carry no tags, and both ends do not order theirs "
-         "alike), got interleaved-1f1b; choose another"),
         ({"optimizer": AdamW(lr=0.1, groups=[ParameterGroup("*.bias", lr=0.2), ParameterGroup("blok.*", lr=0.2)])},
          "groups[1] must fit the name of a parameter that is trained, got 'blok.*'; names are embed.weight, "
          "block.0.linear.weight, block.0.linear.bias, ... (Trainer.parameter_names); a tied parameter has its owner's "
