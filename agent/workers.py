@@ -24,6 +24,7 @@ from resilient.protocol.agent_client import decode_attach, socket_address, user_
 from resilient.protocol.forkserver import Spawn
 from resilient.protocol.messages import MAX_MESSAGE_BYTES, FromWorker, Welcome, WorkerExited, decode_from_worker
 from resilient.protocol.shown_streams import STDERR, STDOUT, ShownStreams
+from resilient.templates.plan import degree_text
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +191,7 @@ class WorkerPool:
             "RESILIENT_PLANNER": welcome.planner,
             "RESILIENT_SCHEDULE": welcome.schedule,
             "RESILIENT_NETWORK": msgspec.json.encode(welcome.network).decode(),
+            "RESILIENT_TP": degree_text(welcome.tp_degree),
             "RESILIENT_PLANNED": "1" if welcome.is_planned else "",
         }
 

@@ -211,9 +211,10 @@ class Trainer:
         told = alike(job, [read for each in samples for read in each.samples]) if agent is not None else {}
         planning = None
         if agent is not None and job.planner:
-            cluster, num_nodes = cluster_from_environment()
+            cluster, num_nodes, degree = cluster_from_environment()
             known = bool(os.environ.get("RESILIENT_PLANNED"))
-            profile, planning = planned_job(job, cluster, num_nodes, partial(_say, client), is_planned=known)
+            told_of = partial(_say, client)
+            profile, planning = planned_job(job, cluster, num_nodes, told_of, tp_degree=degree, is_planned=known)
         else:
             profile = job_profile(job, samples, partial(_say, client))
         del samples  # they may be large

@@ -49,6 +49,11 @@ def tensor_degree(text: str) -> int | None:
     return int(text)
 
 
+def degree_text(degree: int | None) -> str:
+    """Return what :func:`tensor_degree` reads a degree from."""
+    return AUTO_DEGREE if degree is None else str(degree)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """The job that plans are made for; the same from its start to its end.

@@ -94,6 +94,7 @@ class Handlers:
                 planner=settings.planner,
                 schedule=settings.schedule,
                 network=settings.network,
+                tp_degree=settings.tp_degree,
                 is_planned=self._parts.job.is_known,
             ),
         )

@@ -43,11 +43,12 @@ class TokenCuts:
         """Return what is in common, and the names of all activations whose tokens are divided.
 
         Args:
-            shapes: Of the microbatch.
+            shapes: Of the microbatch, or the number of rows that one unit makes for another.
             whole: Devices of the other stage with which those are exchanged that are not.
         """
-        assert not isinstance(shapes, int), "borders within a unit are described by its microbatches"
-        counts = self.tokens({name: shape for name, shape, _ in shapes})
+        counts: Mapping[str, int] = {}
+        if not isinstance(shapes, int):  # of features all of whoever made them have all rows
+            counts = self.tokens({name: shape for name, shape, _ in shapes})
         found: _Cuts = {other: {} for other in whole}
         for name, num_tokens in counts.items():
             for other, own in _common(self.index, self.degree, self.other_degree, num_tokens):

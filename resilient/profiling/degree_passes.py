@@ -42,14 +42,22 @@ class DegreePasses:
         layouts: Of all its layers.
         batches: The microbatches.
         degree: One that all layers can be run at.
+        entering: What enters the first layer that they go through, of each; nothing by default.
     """
 
-    def __init__(self, job: Job, layouts: Mapping[str, BufferLayout], batches: Sequence[Batch], degree: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        layouts: Mapping[str, BufferLayout],
+        batches: Sequence[Batch],
+        degree: int,
+        entering: Sequence[Activations] = (),
+    ) -> None:
         self._job = job
         self._layouts = layouts
         self._degree = degree
         self._batches = batches
-        self._entering: list[Activations] = [{} for _ in batches]
+        self._entering = list(entering) or [Activations() for _ in batches]
         self._known: dict[Hashable, DeviceMemory] = {}
 
     def advance(self, index: int, kind: Hashable) -> DeviceMemory:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from resilient.data.lengths import SampleLengths
+from resilient.errors import ArgumentError
 from resilient.models.packing import Packable
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import SampleTable
@@ -30,7 +31,13 @@ may be faster."""
 
 
 def planned_job(
-    job: Job, cluster: Cluster, num_nodes: int, announce: Callable[[str], None], *, is_planned: bool = False
+    job: Job,
+    cluster: Cluster,
+    num_nodes: int,
+    announce: Callable[[str], None],
+    *,
+    tp_degree: int | None = 1,
+    is_planned: bool = False,
 ) -> tuple[ModelProfile, UnitPlanning]:
     """Return the profile of a job's mean cells on this device, and what places its samples.
 
@@ -39,16 +46,23 @@ def planned_job(
         cluster: The nodes.
         num_nodes: How many the job begins with.
         announce: Told, in words, that it takes a moment.
+        tp_degree: How many devices share each microbatch of a stage; None for whatever the planner finds best.
         is_planned: Whether the job has its pipelines: the planner, which may take seconds, is not asked for them.
 
     Raises:
-        ValueError: The planner has no answer for a pipeline of one device a stage.
+        ValueError: The planner has no answer for a pipeline of such stages.
         SampleError: A sample cannot be trained on.
     """
     drawn = draw_lengths(job)
     costs = job_unit_costs(job, drawn, announce)
-    planning = planning_of(job, costs, drawn.table, cluster, num_nodes, is_planned=is_planned)
-    return mean_profile(job, costs, drawn.table), planning
+    profile = mean_profile(job, costs, drawn.table)
+    usable = profile.tp_degrees if tp_degree is None else profile.at_degree(tp_degree).tp_degrees
+    usable = [degree for degree in usable if degree <= cluster.devices_per_node]
+    if not usable:
+        constraint = f"be at most the workers of a node, {cluster.devices_per_node}"
+        raise ArgumentError("tp", constraint, tp_degree, "start more of them, or give a smaller one")
+    costs = costs.at_degrees(usable)
+    return profile, planning_of(job, costs, drawn.table, cluster, num_nodes, is_planned=is_planned)
 
 
 def planning_of(
@@ -58,14 +72,14 @@ def planning_of(
 
     Args:
         job: The job.
-        costs: Of its model's units.
+        costs: Of its model's units, at the degrees that stages may have.
         samples: Of its data set.
         cluster: The nodes.
         num_nodes: How many the job begins with.
         is_planned: Whether the job has them: there are none in what is returned then.
 
     Raises:
-        ValueError: The planner has no answer for a pipeline of one device a stage.
+        ValueError: The planner has no answer for a pipeline.
     """
     chosen = BestOfAll() if job.planner == AUTO else planner(job.planner)
     setting = Setting(

@@ -20,22 +20,25 @@ from resilient.models.packing import Packable
 from resilient.pipeline.p2p import signature
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.profiling.degree_passes import DegreePasses
 from resilient.profiling.layer_passes import (
     LayerPass,
     PassTimes,
     Timed,
     device_clock,
     layout_bytes,
+    layout_rows,
     layout_segments,
     materialise,
     take_times,
+    tensor_degrees,
 )
 from resilient.profiling.unit_cells import CellReader, DrawnSamples
 from resilient.runtime.job import Job
 from resilient.runtime.steps.unit_graph import handed_over
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
-UNIT_COSTS_VERSION = 1
+UNIT_COSTS_VERSION = 2
 """Of what is measured, and how; costs of another version are measured again."""
 
 _LEAST_MS = 1e-6
@@ -73,7 +76,8 @@ def measure_units(
     """Measure all layers of a job's model by unit, on cells of several sizes, and fit curves to their times.
 
     A time is the median over some rounds. Equal layers of a unit are measured once, and no two layers are there at the
-    same time.
+    same time. Of several tensor-parallel devices each is taken to need its part of the time that one needs; what it
+    keeps is measured.
 
     Args:
         job: The job, whose model packs its data set's samples; its device is free but for this.
@@ -82,7 +86,8 @@ def measure_units(
         timed: The clock; the device's own by default.
 
     Returns:
-        The units without tensor and context parallelism. Bytes per token are those of the largest cell.
+        The units without context parallelism, at the tensor-parallel degrees that the model can be run at. Bytes per
+        token are those of the largest cell.
 
     Raises:
         ArgumentError: No sample is for one of the units, or a layer changes its buffers.
@@ -143,6 +148,7 @@ class _Measuring:
     def __init__(self, job: Job, timed: Timed, on_layer: Callable[[str], None]) -> None:
         self._job = job
         self._layouts = job.layouts()
+        self._degrees, _ = tensor_degrees(job.model, self._layouts)
         self._timed = timed
         self._on_layer = on_layer
         self._trained: set[str] = set()
@@ -166,6 +172,11 @@ class _Measuring:
         boundary_bytes = 0.0
         largest = max(cells[:num_own], key=lambda cell: cell.tokens)
         received_bytes = largest.bytes_per_token()
+        divided = [
+            DegreePasses(self._job, self._layouts, [largest.batch], degree, [largest.activations])
+            for degree in self._degrees
+            if degree > 1
+        ]
         for spec in self._job.model.layers:
             if spec.unit != name:
                 continue
@@ -177,7 +188,12 @@ class _Measuring:
             found = kinds[kind]
             for cell, sent in zip(cells, found.sent, strict=True):
                 cell.activations = sent
-            layers.append(replace(found.layer, name=spec.name.removeprefix(f"{name}.")))
+            index = self._job.model.layers.index(spec)
+            kept = [each.advance(index, kind).activation_bytes / largest.tokens for each in divided]
+            (alone,) = found.layer.curves
+            shared = [alone.divided(*each) for each in zip(self._degrees[1:], kept, strict=True)]
+            layer_name = spec.name.removeprefix(f"{name}.")
+            layers.append(replace(found.layer, name=layer_name, curves=(alone, *shared)))
             wanted = wanted or found.layer.trainable
             self._on_layer(spec.name)
         if wanted:
@@ -185,6 +201,7 @@ class _Measuring:
         return UnitCosts(
             name=name,
             layers=tuple(layers),
+            degrees=tuple((degree, 1) for degree in self._degrees),
             boundary_bytes=boundary_bytes,
             output_bytes=received_bytes if is_drawing else 0.0 if name == LLM else largest.bytes_per_token(),
         )
@@ -276,7 +293,6 @@ def mean_profile(job: Job, costs: CostModel, samples: SampleTable) -> ModelProfi
     for spec in model.layers:
         of_unit, (tokens, squares) = costs.by_name[spec.unit], means[spec.unit]
         layer = next(layers_of[spec.unit])
-        curves = layer.curves[of_unit.index(1, 1)]
         input_bytes = of_unit.boundary_bytes * tokens
         if spec.unit not in begun:
             sources = [handed_over(unit, spec.unit) for unit in model.units[spec.unit]]
@@ -285,13 +301,14 @@ def mean_profile(job: Job, costs: CostModel, samples: SampleTable) -> ModelProfi
         layers.append(
             LayerProfile(
                 name=spec.name,
-                costs=(
+                costs=tuple(
                     LayerCost(
                         forward_ms=curves.forward.call_ms(tokens, squares),
                         backward_input_ms=curves.backward_input.call_ms(tokens, squares),
                         backward_weight_ms=curves.backward_weight.call_ms(tokens, squares),
                         activation_bytes=round(curves.activation_bytes * tokens),
-                    ),
+                    )
+                    for curves in layer.curves
                 ),
                 parameter_bytes=layer.parameter_bytes,
                 optimizer_bytes=layer.optimizer_bytes,
@@ -301,6 +318,10 @@ def mean_profile(job: Job, costs: CostModel, samples: SampleTable) -> ModelProfi
                 input_gradient=layer.input_gradient,
                 shares=tuple(dict.fromkeys(owner for owner, _ in spec.tied.values())),
                 segments=layout_segments(job, layouts[spec.name]),
+                rows=layout_rows(job, layouts[spec.name]),
             )
         )
-    return ModelProfile(layers=tuple(layers), source=costs.source, microbatch=job.microbatch)
+    degrees, undivided = tensor_degrees(model, layouts)
+    return ModelProfile(
+        layers=tuple(layers), tp_degrees=degrees, source=costs.source, microbatch=job.microbatch, undivided=undivided
+    )

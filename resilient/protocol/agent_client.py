@@ -31,6 +31,7 @@ from resilient.protocol.messages import (
     encode,
 )
 from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.plan import tensor_degree
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -215,9 +216,11 @@ class AgentClient:
             self.on_regroup(message)
 
 
-def cluster_from_environment() -> tuple[Cluster, int]:
-    """Return the nodes that this worker's agent knows of, and how many the job was started with."""
+def cluster_from_environment() -> tuple[Cluster, int, int | None]:
+    """Return the nodes that this worker's agent knows of, how many the job was started with, and how many workers of
+    each are to share a microbatch; None for what makes steps shortest."""
     workers_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     network = msgspec.json.decode(os.environ["RESILIENT_NETWORK"], type=Link)
     cluster = Cluster(devices_per_node=workers_per_node, inter_node=network)
-    return cluster, int(os.environ["WORLD_SIZE"]) // workers_per_node
+    degree = tensor_degree(os.environ.get("RESILIENT_TP", "1"))
+    return cluster, int(os.environ["WORLD_SIZE"]) // workers_per_node, degree

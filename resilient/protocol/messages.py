@@ -294,8 +294,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The node's number and what to start; workers from before are killed. ``orphan_s``: how long to train on without
     a coordinator. ``num_nodes``: nodes the job was started with. ``trace``: steps of which workers write down when they
     did what (:func:`resilient.observability.step_trace.parse_steps`). ``planner``, ``schedule``: what they use for the
-    script's. ``network``: between two nodes, for each worker. ``is_planned``: the job is known, and what its planner
-    answered."""
+    script's. ``network``: between two nodes, for each worker. ``tp_degree``: workers that share each microbatch;
+    None for what makes steps shortest. ``is_planned``: the job is known, and what its planner answered."""
 
     node: int
     script: str
@@ -309,6 +309,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     planner: str = ""
     schedule: str = ""
     network: Link = Link()
+    tp_degree: int | None = 1
     is_planned: bool = False
 
 

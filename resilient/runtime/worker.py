@@ -142,7 +142,7 @@ class Worker:
             host=host,
             store_client=StoreClient(secret),
             planning=planning,
-            learning=None if planning is None else Learning(planning.units),
+            learning=None if planning is None else Learning(planning.units, planning.degrees),
         )
         units = loss_units(job.model)
         self._loss_units = units if len(units) > 1 else ()

@@ -241,6 +241,7 @@ def run_drills(
     *arguments: str,
     fewest: int | None = None,
     workers_per_node: int = 1,
+    tp: str = "1",
     choose: Callable[[list[int]], int] = lambda nodes: nodes[-1],
 ) -> Drilled:
     """Run a planned job through drills, then as one process.
@@ -252,6 +253,7 @@ def run_drills(
         arguments: Of its script, beside the usual ones.
         fewest: Nodes of the smallest pipelines asked for; of :data:`FEWEST` by default.
         workers_per_node: Of each node.
+        tp: How many of them share each microbatch.
         choose: Takes one of several nodes.
     """
     coming, fewest = directory / "coming", FEWEST.get(planner, 2) if fewest is None else fewest
@@ -267,6 +269,7 @@ def run_drills(
         script=SCRIPT,
         nodes=nodes,
         workers_per_node=workers_per_node,
+        tp=tp,
         act=told.on_event,
     )
     if not run.reason.startswith("interrupted (enough)"):

@@ -172,6 +172,12 @@ DRILLS = {
         Drill(kind="rank 0", phase="copy", during="join"),
         Drill(kind="language", phase="prepare", also="any"),
     ),
+    "orchmllm": (  # all units on every node, whose two workers share each cell; features cross pipelines
+        Drill(kind="any", phase="vision.send"),
+        Drill(kind="rank 0", phase="llm.backward", also="any"),
+        Drill(kind="any", phase="copy", during="join"),
+        Drill(kind="rank 0", phase="regroup", during="loss"),
+    ),
     "sharded": (  # all units on every node, whose two workers divide them
         Drill(kind="any", phase="gather"),
         Drill(kind="rank 0", phase="vision.backward"),
@@ -180,6 +186,9 @@ DRILLS = {
     ),
 }
 """Every phase, of nodes of every kind, one after the other in a job of each planner."""
+
+SHARED = {"orchmllm": 2}
+"""How many workers of a node share each microbatch, where they do."""
 
 
 def workers_of_stages(run: Run) -> set[int]:
@@ -193,16 +202,19 @@ def workers_of_stages(run: Run) -> set[int]:
 def test_planned_job_through_failures_of_every_kind(
     planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, fewest = ALWAYS.get(planner, (planner, FEWEST.get(planner, 2)))
+    asked, fewest = ALWAYS.get(planner, (planner, 1 if planner in SHARED else FEWEST.get(planner, 2)))
     schedule = ("--schedule", "zb-h1") if planner in ("resilient", "interleaved") else ()
     always = ("--always", planner) if planner in ALWAYS else ()
     ahead = ("--read-ahead", "3") if planner == "entrain" else ()
     if always:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    arguments, workers = (*schedule, *always, *ahead), 2 if planner == "sharded" else 1
-    drilled = run_drills(tmp_path, DRILLS[planner], asked, *arguments, fewest=fewest, workers_per_node=workers)
+    arguments, degree = (*schedule, *always, *ahead), SHARED.get(planner, 1)
+    workers = 2 if planner == "sharded" else degree
+    drilled = run_drills(
+        tmp_path, DRILLS[planner], asked, *arguments, fewest=fewest, workers_per_node=workers, tp=str(degree)
+    )
     assert (drilled.missed, drilled.wrong) == ([], [])
-    if planner == "sharded":
+    if workers > 1:
         assert workers_of_stages(drilled.run) == {2}
 
 

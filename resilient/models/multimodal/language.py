@@ -182,8 +182,11 @@ class LanguageEmbedPart(Layer):
         own = self._devices.own(ids.shape[1])
         hidden = self.embed_tokens(ids)
         for name, token in self.placeholders.items():
-            features = activations[f"{name}.features"]
-            features = features[valid_patches(batch, name, self.patch_sizes[name], features.device)]
+            features = activations.get(f"{name}.features")
+            if features is None:  # a packed cell without images
+                continue
+            if features.ndim == 3:  # padded, not packed
+                features = features[valid_patches(batch, name, self.patch_sizes[name], features.device)]
             stands_for_one = ids == token
             places = stands_for_one.flatten().cumsum(0).view_as(ids) - 1
             wanted = stands_for_one[:, own]
@@ -234,7 +237,7 @@ class LanguageHeadPart(Layer):
         labels = batch["labels"]
         hidden = gather_tokens(self.norm(activations["hidden"]), self._devices, labels.shape[1])
         logits = self.lm_head(hidden)
-        if self.unshifted:  # nothing is to be read after the last one
+        if self.unshifted and "llm.segments" not in batch:  # nothing is to be read after the last one
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         logits = logits if logits.dtype is torch.float64 else logits.float()
         return {TOKEN_LOSSES: token_losses(logits, labels, self._devices, self.num_classes, IGNORED_LABEL)}

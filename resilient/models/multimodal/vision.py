@@ -208,13 +208,23 @@ class ProjectorPart(Projector):
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         rest = {key: value for key, value in activations.items() if key != f"{self.unit}.hidden"}
-        made = self.projection(self.norm(activations[f"{self.unit}.hidden"]))
+        made, positions = (
+            self.projection(self.norm(activations[f"{self.unit}.hidden"])),
+            batch.get(f"{self.unit}.positions"),
+        )
         features = gather_tokens(made, self._devices, num_tokens(self._source, self.unit, _shapes(batch)))
-        return {**rest, f"{self.unit}.features": features[:, self.num_class_tokens :]}
+        if positions is None:
+            features = features[:, self.num_class_tokens :]
+        else:
+            features = features[0, positions >= self.num_class_tokens]
+        return {**rest, f"{self.unit}.features": features}
 
 
 def num_tokens(source: Source, name: str, shapes: Shapes) -> int:
-    """Return how many tokens an encoder makes of each image of a padded microbatch, the class token included."""
+    """Return how many tokens an encoder makes, class tokens included: of all images of a packed cell, which are one
+    row, or of each image of a padded microbatch."""
+    if f"{name}.positions" in shapes:
+        return shapes[f"{name}.positions"][0]
     pixels = shapes.get(f"{name}.pixels")
     (height, width), patch = pixels[-2:] if pixels is not None else (0, 0), pair(source.config.patch_size)
     num_patches = 1 if pixels is None else height // patch[0] * (width // patch[1])

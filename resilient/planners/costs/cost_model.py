@@ -126,6 +126,14 @@ class LayerCurves:
     backward_weight: Curve
     activation_bytes: float = 0.0
 
+    def divided(self, degree: int, activation_bytes: float) -> LayerCurves:
+        """Return those of each of several devices, which take their part of the time, and keep this per token."""
+        curves = self.forward, self.backward_input, self.backward_weight
+        forward, inputs, weights = (each * (1 / degree) for each in curves)
+        return LayerCurves(
+            forward=forward, backward_input=inputs, backward_weight=weights, activation_bytes=activation_bytes
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayer:
@@ -276,6 +284,22 @@ class CostModel:
     def by_name(self) -> Mapping[str, UnitCosts]:
         """The units by name."""
         return {unit.name: unit for unit in self.units}
+
+    def at_degrees(self, degrees: Collection[int]) -> CostModel:
+        """Return the model for planners that are to use these tensor-parallel degrees alone, as far as they are known.
+
+        Raises:
+            ValueError: A unit was profiled at none of them.
+        """
+        units: list[UnitCosts] = []
+        for unit in self.units:
+            kept = [place for place, (tp, _) in enumerate(unit.degrees) if tp in degrees]
+            if not kept:
+                wanted = f"be among {[tp for tp, _ in unit.degrees]}"
+                raise ArgumentError(f"degrees of {unit.name!r}", wanted, sorted(degrees), "profile others")
+            layers = tuple(replace(layer, curves=tuple(layer.curves[at] for at in kept)) for layer in unit.layers)
+            units.append(replace(unit, layers=layers, degrees=tuple(unit.degrees[at] for at in kept)))
+        return replace(self, units=tuple(units))
 
     def frozen(self, names: Collection[str]) -> CostModel:
         """Return the model with some parts frozen.

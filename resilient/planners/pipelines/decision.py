@@ -15,7 +15,7 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.memory_budget import windows
-from resilient.planners.stages.one_pipeline import several
+from resilient.planners.stages.one_pipeline import several, why_not_run
 from resilient.planners.stages.stage_work import (
     by_stage,
     exposed_sum_ms,
@@ -38,22 +38,24 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
 
     Args:
         setting: A job on as many nodes as the pipeline has.
-        configuration: The planner's, of one replica of the language model, each stage on one device; or of those on a
-            node that divide a copy, each with all units of its samples: these are one lane of each unit.
+        configuration: The planner's, of one replica of the language model, each stage on one device or on several of
+            a node that are tensor parallel; or of those on a node that divide a copy, each with all units of its
+            samples: these are one lane of each unit.
         samples: Of the data set.
 
     Raises:
-        ArgumentError: A sample is on several devices, or there are several copies.
+        ArgumentError: There are several copies, or stages that cannot be run.
     """
-    _check(configuration)
-    layout = DeviceLayout(configuration, 1)
     devices = setting.cluster.devices_per_node
+    _check(configuration, devices)
+    layout = DeviceLayout(configuration, 1)
+    firsts = layout.firsts.tolist()
     stages: list[StageSpec] = []
     first_layer = 0
     for unit in setting.costs.units:
         spread, rows = configuration.units[unit.name], _rows(layout, unit.name)
         forward, backward = _cell_ms(setting, configuration, unit, samples, len(rows))
-        send = _send_ms(setting, unit, samples, layout)
+        send = _send_ms(setting, unit, samples, layout, spread.tp)
         memory = _held_bytes(setting, configuration, unit, samples, len(rows))
         recomputed = _recomputed_layers(unit, spread)
         for lane, of_lane in enumerate(rows.tolist()):
@@ -65,9 +67,9 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
                         lane=LaneName(unit.name, lane),
                         first_layer=first,
                         end_layer=end,
-                        node_index=row // devices,
-                        first_device=row % devices,
-                        num_devices=configuration.shard,
+                        node_index=firsts[row] // devices,
+                        first_device=firsts[row] % devices,
+                        num_devices=configuration.shard * spread.tp,
                         shard=configuration.shard,
                         recomputed_layers=int(recomputed[stage]),
                         forward_ms=float(forward[stage]),
@@ -110,11 +112,11 @@ def _rows(layout: DeviceLayout, name: str) -> Ints:
     return rows if name in layout.lanes else rows.reshape(-1, 1)
 
 
-def _check(configuration: Configuration) -> None:
-    for name, spread in configuration.units.items():
-        if spread.tp * spread.cp > 1:
-            got = f"{spread.tp} x {spread.cp} in {name!r}"
-            raise ArgumentError("devices of a stage", "be one", got, "profile no other degrees")
+def _check(configuration: Configuration, devices_per_node: int) -> None:
+    why = why_not_run(configuration, devices_per_node)
+    if why:
+        wanted = "be one, or tensor parallel in one node"
+        raise ArgumentError("devices of a stage", wanted, f"a plan in which {why}", "profile no other degrees")
     if configuration.units[LLM].dp != configuration.shard:
         wanted = "one" if configuration.shard == 1 else f"the {configuration.shard} that divide a copy"
         got = configuration.units[LLM].dp
@@ -133,7 +135,7 @@ def _cell_ms(
     """
     spread = configuration.units[unit.name]
     tokens, squares = _mean(setting, unit, samples)
-    forward, backward = unit.layer_ms(tokens / num_lanes, squares / num_lanes)
+    forward, backward = unit.layer_ms(tokens / num_lanes, squares / num_lanes, spread.tp)
     places = np.arange(len(unit.layers)) - np.repeat(spread.first_layers, spread.stage_layers)
     again = places < np.repeat(_recomputed_layers(unit, spread), spread.stage_layers)
     again &= np.array([layer.has_backward for layer in unit.layers])
@@ -181,21 +183,22 @@ def _mean(setting: Setting, unit: UnitCosts, samples: SampleTable) -> tuple[floa
     return setting.microbatch * float(lengths.tokens.mean()), setting.microbatch * float(lengths.squares.mean())
 
 
-def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: DeviceLayout) -> Floats:
+def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: DeviceLayout, degree: int) -> Floats:
     """Return what both messages over the boundary before each stage take; the first gets what other units make.
 
-    Stages of one row send each other nothing, those of one node send over what is inside it. ``[num_lanes,
-    num_stages]``
+    Stages of one row send each other nothing, those of one node send over what is inside it. Within a lane each device
+    sends its tokens, to another unit all features. ``[num_lanes, num_stages]``
     """
     cluster, rows = setting.cluster, _rows(layout, unit.name)
 
     def both_ms(source: int, target: int, num_bytes: float) -> float:
         if source == target or not num_bytes:
             return 0.0
-        within = source // cluster.devices_per_node == target // cluster.devices_per_node
+        nodes = layout.firsts[[source, target]] // cluster.devices_per_node
+        within = nodes[0] == nodes[1]
         return 2 * (cluster.intra_node if within else cluster.inter_node).transfer_ms(num_bytes)
 
-    num_bytes = _mean(setting, unit, samples)[0] / len(rows) * unit.boundary_bytes
+    num_bytes = _mean(setting, unit, samples)[0] / len(rows) * unit.boundary_bytes / degree
     language = setting.language
     position = setting.costs.units.index(unit)
     sources = setting.costs.units[:language] if position == language else setting.costs.units[language:][:1]

@@ -14,7 +14,7 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Planner, Setting
 from resilient.planners.registry import check_generators
-from resilient.planners.stages.device_layout import used_devices
+from resilient.planners.stages.device_layout import DeviceLayout, used_devices
 from resilient.planners.stages.redundancy import is_redundant
 
 _MOST_TOGETHER = 16
@@ -40,7 +40,33 @@ def is_asked_for(setting: Setting, configuration: Configuration) -> bool:
     return (
         configuration.units[LLM].dp == setting.num_pipelines * configuration.shard
         and used_devices(configuration) == setting.num_devices
+        and not why_not_run(part_of(configuration, setting.num_pipelines), setting.cluster.devices_per_node)
     )
+
+
+def why_not_run(configuration: Configuration, devices_per_node: int) -> str:
+    """Return why a worker cannot run stages as they are spread over devices, in words; "" if they can.
+
+    Devices that share a microbatch do so by tensor parallelism, each a part of every matrix. They are in one node, and
+    all stages of a row have as many.
+
+    Args:
+        configuration: Of one pipeline.
+        devices_per_node: Of the cluster.
+    """
+    spreads = configuration.units
+    for name, spread in spreads.items():
+        if spread.cp > 1:
+            return f"{spread.cp} devices divide the tokens of samples in {name!r}"
+        if spread.tp > 1 and configuration.shard > 1:
+            return f"devices that divide a copy are {spread.tp} each in {name!r}"
+        if spread.tp != spreads[LLM].tp and configuration.encoders is Encoders.REPLICATED:
+            return f"of {spreads[LLM].tp} devices of {LLM!r} {spread.tp} are to run {name!r}"
+    if all(spread.tp == 1 for spread in spreads.values()):
+        return ""
+    layout = DeviceLayout(configuration, 1)
+    is_across = layout.firsts // devices_per_node != (layout.firsts + layout.sizes - 1) // devices_per_node
+    return "devices of a stage are in two nodes" if is_across.any() else ""
 
 
 def pipeline_configurations(

@@ -24,15 +24,16 @@ class Learning:
 
     Args:
         units: The model's, in order.
+        degrees: Tensor-parallel degrees that stages may have.
 
     Attributes:
         correction: What was learnt so far.
     """
 
-    def __init__(self, units: Sequence[str]) -> None:
-        self._units = tuple(units)
-        self._seen = torch.zeros(len(units), NUM_BUCKETS, 2, dtype=torch.float64)
-        self._of_units = torch.zeros(len(units), 2, dtype=torch.float64)
+    def __init__(self, units: Sequence[str], degrees: Sequence[int] = (1,)) -> None:
+        self._keys = tuple((unit, degree) for unit in units for degree in degrees)
+        self._seen = torch.zeros(len(self._keys), NUM_BUCKETS, 2, dtype=torch.float64)
+        self._of_keys = torch.zeros(len(self._keys), 2, dtype=torch.float64)
         self.correction = UNCORRECTED
 
     @property
@@ -49,20 +50,20 @@ class Learning:
             CommunicationError: A peer is gone.
         """
         self._seen.zero_()
-        self._of_units.zero_()
-        told = torch.zeros(len(self._units), NUM_BUCKETS, 3, dtype=torch.float64)
-        for (unit, _, bucket), factor in self.correction.factors.items():
-            told[self._units.index(unit), bucket] = torch.tensor([factor.value, factor.num_steps, 1.0])
+        self._of_keys.zero_()
+        told = torch.zeros(len(self._keys), NUM_BUCKETS, 3, dtype=torch.float64)
+        for (unit, degree, bucket), factor in self.correction.factors.items():
+            told[self._keys.index((unit, degree)), bucket] = torch.tensor([factor.value, factor.num_steps, 1.0])
         comm.all_reduce(told, tuple(range(comm.size))).wait()
         factors: dict[CorrectionKey, Factor] = {}
-        for unit, bucket in told[..., _KNOWN].nonzero().tolist():
-            of_all = told[unit, bucket] / told[unit, bucket, _KNOWN]
-            factors[self._units[unit], 1, bucket] = Factor(
+        for key, bucket in told[..., _KNOWN].nonzero().tolist():
+            of_all = told[key, bucket] / told[key, bucket, _KNOWN]
+            factors[(*self._keys[key], bucket)] = Factor(
                 value=float(of_all[_VALUE]), num_steps=round(float(of_all[_STEPS]))
             )
         self.correction = Correction(factors=factors)
 
-    def see(self, unit: str, longest: int, *, expected_ms: float, taken_ms: float) -> None:
+    def see(self, unit: str, longest: int, *, expected_ms: float, taken_ms: float, degree: int = 1) -> None:
         """Take down what this rank's stages of a unit took for a cell.
 
         Args:
@@ -70,9 +71,10 @@ class Learning:
             longest: The longest of the cell's sequences.
             expected_ms: By the costs, uncorrected.
             taken_ms: Measured.
+            degree: How many devices share the cell.
         """
         if expected_ms > 0 and taken_ms > 0:
-            at = self._seen[self._units.index(unit), int(buckets(longest))]
+            at = self._seen[self._keys.index((unit, degree)), int(buckets(longest))]
             at += torch.tensor([expected_ms, taken_ms], dtype=torch.float64)
 
     def bring(self) -> Tensor:
@@ -84,14 +86,15 @@ class Learning:
     def take(self, total: Tensor) -> None:
         """Learn from what all ranks have seen."""
         seen = total.reshape(self._seen.shape)
-        self._of_units += seen.sum(dim=1)
+        self._of_keys += seen.sum(dim=1)
         times = {
-            (self._units[unit], 1, bucket): (float(seen[unit, bucket, _TAKEN]), float(seen[unit, bucket, _EXPECTED]))
-            for unit, bucket in seen[..., _EXPECTED].nonzero().tolist()
+            (*self._keys[key], bucket): (float(seen[key, bucket, _TAKEN]), float(seen[key, bucket, _EXPECTED]))
+            for key, bucket in seen[..., _EXPECTED].nonzero().tolist()
         }
         self.correction = self.correction.after(times)
 
-    def unit_factor(self, unit: str) -> float:
-        """Return how many times as long as expected cells of a unit took in this generation, anywhere; 1 at first."""
-        expected_ms, taken_ms = self._of_units[self._units.index(unit)].tolist()
+    def unit_factor(self, unit: str, degree: int = 1) -> float:
+        """Return how many times as long as expected cells of a unit took in this generation, where so many devices
+        share each; 1 at first."""
+        expected_ms, taken_ms = self._of_keys[self._keys.index((unit, degree))].tolist()
         return taken_ms / expected_ms if expected_ms > 0 else 1.0

@@ -47,6 +47,11 @@ class UnitPlanning:
         """Their names, in order."""
         return tuple(unit.name for unit in self.costs.units)
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor-parallel degrees that stages may have, ascending."""
+        return tuple(sorted({tp for unit in self.costs.units for tp, _ in unit.degrees}))
+
     def placement(self, plan: Plan, microbatch: int) -> SamplePlaces:
         """Return what places samples in a plan's pipelines."""
         return SamplePlaces(self.planner, self.costs, self.cluster, microbatch, plan)

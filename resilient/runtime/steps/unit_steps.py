@@ -4,7 +4,7 @@ A sample may be in one pipeline with an encoder and in another with the language
 in a step have one schedule in it, which the workers of all of them make alike.
 
 The devices of sharded stages have samples of their own, and do the same in the same order: in a cell, which is a round
-of theirs, those without samples take part in gathers and sums.
+of theirs, those without samples take part in gathers and sums. Tensor-parallel ones have the same samples.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -156,15 +157,16 @@ class UnitSteps:
         assignment = self._assignments.of(step)
         assert assignment is not None, "a step begins only with its assignment"
         found, correction = self._of(step, assignment), self._assignments.learning.correction
-        return self._times.planned(
+        planned = self._times.planned(
             found.schedule,
             found.pipelines,
             found.row,
             assignment,
             found.devices,
-            self._slot.shard_index,
+            self._slot.group_index,
             correction,
         )
+        return msgspec.structs.replace(planned, device=self._slot.shard_index)
 
     def num_microbatches(self, step: int) -> float:
         """Return what its stages' cells are expected to take, over what the plan has them take for one microbatch.
@@ -178,7 +180,8 @@ class UnitSteps:
         graph = found.schedule.graph
         own = np.flatnonzero(graph.tables.row_of == found.row).tolist()
         expected_ms = sum(
-            learning.unit_factor(lane.unit) * float(found.cells_ms[stage, list(found.cells.samples[lane])].sum())
+            learning.unit_factor(lane.unit, self._degree)
+            * float(found.cells_ms[stage, list(found.cells.samples[lane])].sum())
             for stage in own
             for lane, _ in [graph.stages[stage]]
         )
@@ -201,8 +204,9 @@ class UnitSteps:
             if not found.leads[stage, cell]:
                 continue
             longest = assignment.lengths(lane.unit).longest[list(found.cells.samples[lane][cell])]
+            expected_ms = float(found.cells_ms[stage, cell])
             self._assignments.learning.see(
-                lane.unit, int(longest.max()), expected_ms=float(found.cells_ms[stage, cell]), taken_ms=took_ms
+                lane.unit, int(longest.max()), expected_ms=expected_ms, taken_ms=took_ms, degree=self._degree
             )
 
     def bring(self, step: int) -> Tensor:
@@ -228,7 +232,7 @@ class UnitSteps:
             num_devices = lanes.round_size(slot.pipeline_index)
             if num_devices > 1:
                 devices = [assignment.cells(pipelines, lanes, device) for device in range(num_devices)]
-                own = devices[slot.shard_index]
+                own = devices[slot.group_index]
                 rounds = ((lane, cell) for lane, cells in everything.samples.items() for cell in cells)
                 idle = frozenset((lane, cell) for lane, cell in rounds if cell not in own.samples[lane])
                 # all do the same in the same order; features are those of the worker's samples
@@ -238,14 +242,19 @@ class UnitSteps:
             self._made[step] = _Step(
                 pipelines=pipelines,
                 devices=devices,
-                cells=devices[slot.shard_index],
+                cells=devices[slot.group_index],
                 idle=idle,
                 schedule=schedule,
                 row=lanes.rows(pipelines).index(lanes.rows((slot.pipeline_index,))[slot.row_index]),
                 cells_ms=longest_ms,
-                leads=of_devices[slot.shard_index] >= longest_ms,
+                leads=of_devices[slot.group_index] >= longest_ms,
             )
         return self._made[step]
+
+    @property
+    def _degree(self) -> int:
+        """How many devices share each of the worker's cells."""
+        return self._slot.stages[0].tp_degree
 
     def _cell(self, cells: StepCells, part: CellPart) -> Cell:
         """Return what is read for a part; its lane has the number that it has in the pipeline."""

@@ -119,7 +119,8 @@ class UnitTimes:
             lane = action.lane
             if action.peer is None:
                 tokens = assignment.lengths(lane.unit).tokens[list(cells.samples[lane][action.index])]
-                return float(tokens.sum()) * self._costs.by_name[lane.unit].boundary_bytes
+                degree = self._lanes.specs[lane, action.stage].tp_degree  # each device sends its tokens
+                return float(tokens.sum()) * self._costs.by_name[lane.unit].boundary_bytes / degree
             unit = handed_over(lane.unit, action.peer.lane.unit)
             wanted = set(cells.samples[action.peer.lane][action.peer.cell])
             made = cells.part(lane, action.index, action.part)
@@ -154,10 +155,11 @@ class UnitTimes:
     ) -> CellTimes:
         """Return :meth:`cell_times` by what was learnt from measured times."""
         factors = np.ones((graph.num_stages, graph.num_cells, 1))
-        for stage, (lane, _) in enumerate(graph.stages):
+        for stage, name in enumerate(graph.stages):
+            lane, degree = name[0], self._lanes.specs[name].tp_degree
             for cell, samples in cells.samples[lane].items():
                 longest = assignment.lengths(lane.unit).longest[list(samples)].max()
-                factors[stage, cell] = correction.factor(lane.unit, 1, longest)
+                factors[stage, cell] = correction.factor(lane.unit, degree, longest)
         forward, inputs, weights = (each * factors for each in self.cell_times(graph, assignment, cells))
         return forward, inputs, weights
 
@@ -194,7 +196,7 @@ def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> tuple[Curve,
         stage: The stage.
         first: The first layer of its lane.
     """
-    index = unit.index(1, 1)
+    index = unit.index(stage.tp_degree, 1)
     layers = unit.layers[stage.first_layer - first : stage.end_layer - first]
     forward, of_inputs, of_weights = Curve(), Curve(), Curve()
     for number, layer in enumerate(layers):

@@ -50,6 +50,10 @@ def test_each_device_gets_what_all_have_whole_from_one(degree: int, other: int) 
     assert sent == {(cuts(j, other, degree).source, j) for j in range(other)}
 
 
+def test_features_are_whole_on_all_devices_of_both_stages() -> None:
+    assert cuts(1, 2, 4).of(7, [2, 3]) == ({2: {}, 3: {}}, frozenset())
+
+
 @pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (3, 2)])
 def test_tokens_and_their_gradients_arrive(before: int, after: int, num_tokens: int) -> None:

@@ -16,6 +16,7 @@ from resilient.emulation import model as emulated
 from resilient.emulation.dataset import EmulatedDataset
 from resilient.emulation.model import EmulatedModel
 from resilient.emulation.unit import CostCurve, EmulatedUnit
+from resilient.errors import ArgumentError
 from resilient.models.multimodal.encoder import EncoderModule
 from resilient.models.multimodal.module import MultimodalModule
 from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
@@ -102,7 +103,28 @@ def test_times_of_packed_cells_become_curves() -> None:
     check_curve(backward_weight, 2 * 16 * HIDDEN)
     assert backward_input == Curve()
     assert [layer.name for layer in language.layers] == ["embed", "block.0", "block.1", "head"]
-    assert (vision.degrees, vision.padded) == (((1, 1),), False)
+    assert (vision.degrees, vision.padded) == (((1, 1), (2, 1)), False)
+
+
+def test_each_of_two_devices_takes_half_of_the_time_and_keeps_what_it_needs() -> None:
+    for unit in measured(multimodal()).units:
+        for layer in unit.layers:
+            alone, shared = layer.curves
+            assert shared.forward == alone.forward * 0.5
+            assert shared.backward_weight == alone.backward_weight * 0.5
+            assert bool(shared.activation_bytes) == bool(alone.activation_bytes)
+        block = next(layer for layer in unit.layers if layer.name == "block.0")
+        assert 0.5 < block.curves[1].activation_bytes / block.curves[0].activation_bytes < 0.9, (
+            "what it gathers is whole"
+        )
+
+
+def test_planners_get_the_degrees_that_stages_may_have() -> None:
+    costs = measured(multimodal())
+    assert [unit.degrees for unit in costs.at_degrees([2, 4]).units] == [((2, 1),)] * 2
+    assert costs.at_degrees([1, 2]) == costs
+    with pytest.raises(ArgumentError, match=r"^degrees of 'vision' must be among \[1, 2\], got \[4\]; profile others$"):
+        costs.at_degrees([4])
 
 
 def test_bytes_are_those_of_layouts_and_of_what_cells_leave_behind() -> None:
@@ -131,10 +153,10 @@ def test_frozen_layers_pay_what_is_needed(frozen: Sequence[str], trainable: str,
         found = ["".join(str(int(getattr(layer, name))) for layer in unit.layers) for unit in units]
         assert " ".join(found) == expected
     for layer in (layer for unit in units for layer in unit.layers):
-        (curves,) = layer.curves
-        assert layer.trainable or (curves.backward_weight, layer.gradient_bytes) == (Curve(), 0)
-        assert layer.input_gradient or curves.backward_input == Curve()
-        assert layer.has_backward or curves.activation_bytes == 0
+        for curves in layer.curves:
+            assert layer.trainable or (curves.backward_weight, layer.gradient_bytes) == (Curve(), 0)
+            assert layer.input_gradient or curves.backward_input == Curve()
+            assert layer.has_backward or curves.activation_bytes == 0
     entering = 0 if "vision" in frozen else HIDDEN * WIDTH
     check_curve(units[0].layers[-1].backward(0), 2 * (PROJECTOR + WIDTH * WIDTH + entering))
 

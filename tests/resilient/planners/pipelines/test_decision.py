@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
+from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.pipelines.decision import decision_of, template_of, with_lanes
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
-from resilient.planners.registry import planner
+from resilient.planners.registry import PLANNERS, planner
 from resilient.planners.stages.one_pipeline import several
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.template import PipelineTemplate
@@ -114,8 +115,14 @@ def test_what_does_not_run_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^replicas of the language model must be one in a pipeline, got 2; ask "):
         template_of(setting, several(one, 2), known)
     wide = {**one.units, LLM: replace(one.units[LLM], cp=2)}
-    with pytest.raises(ArgumentError, match=r"^devices of a stage must be one, got 1 x 2 in 'llm'; profile no other "):
+    wanted = r"^devices of a stage must be one, or tensor parallel in one node, got a plan in which "
+    with pytest.raises(ArgumentError, match=wanted + r"2 devices divide the tokens of samples in 'llm'; profile no "):
         template_of(setting, replace(one, units=wide), known)
+    shared = {**one.units, LLM: replace(one.units[LLM], tp=2)}
+    with pytest.raises(ArgumentError, match=wanted + "devices of a stage are in two nodes; profile no other "):
+        template_of(setting, replace(one, units=shared, colocated=False), known)
+    with pytest.raises(ArgumentError, match=wanted + "of 2 devices of 'llm' 1 are to run 'vision'; "):
+        template_of(setting, replace(one, units=shared, encoders=Encoders.REPLICATED), known)
 
 
 def test_a_device_has_several_stages_of_a_lane() -> None:
@@ -145,6 +152,55 @@ def test_a_device_has_several_stages_of_a_lane() -> None:
         layers * (16000 + cells * 1000 * 100) for layers, cells in zip([1, 1, 1, 1, 2, 2], held, strict=True)
     ]
     assert encoder.memory_bytes > 4 * 16000
+
+
+def test_stages_of_several_devices_take_their_part_of_time_and_memory() -> None:
+    """An encoder of one device, and one that stands by, before two nodes with a stage of two devices each."""
+    near, far = Link(latency_ms=1.0, bytes_per_s=1e6), Link(latency_ms=10.0, bytes_per_s=1e5)
+    vision, llm = COSTS.units
+    costs = replace(COSTS, units=tuple(at_two_degrees(each) for each in (vision, replace(llm, boundary_bytes=8.0))))
+    cluster = Cluster(devices_per_node=2, intra_node=near, inter_node=far)
+    setting = Setting(costs=costs, cluster=cluster, num_nodes=3, global_batch=8, microbatch=1)
+    spreads = {
+        "vision": Parallelism(dp=2, pp=1, stage_layers=(4,)),
+        LLM: Parallelism(dp=1, pp=2, tp=2, stage_layers=(4, 4)),
+    }
+    samples = SampleTable(units={"vision": Lengths.of([[100]]), LLM: Lengths.of([[1000]])})
+    template = template_of(setting, Configuration(units=spreads, num_microbatches=8), samples)
+    *encoders, first, second = template.stages
+    assert [(stage.node_index, stage.first_device, stage.tp_degree) for stage in template.stages] == [
+        (0, 0, 1), (0, 1, 1), (1, 0, 2), (2, 0, 2),
+    ]  # fmt: skip
+    assert template.round_size == 1
+    forward, _ = llm.layer_ms(1000.0, 1000.0**2)
+    assert first.forward_ms == pytest.approx(float(forward[:4].sum()) / 2)
+    assert second.send_ms == pytest.approx(2 * (10.0 + 1000 * 8.0 / 2 / 1e5 * 1e3))
+    assert second.memory_bytes == 4 * 16000 / 2 + 4 * 1000 * 60
+    assert encoders[0].memory_bytes >= 4 * 16000
+
+
+@pytest.mark.parametrize("name", [name for name in PLANNERS if name not in ("fsdp", "static-cp")])
+@pytest.mark.parametrize("degrees", [(2,), (1, 2)])
+def test_what_planners_answer_with_tensor_parallelism_runs(name: str, degrees: tuple[int, ...]) -> None:
+    """On three nodes of two devices."""
+    setting, known, _ = small_job(1, 2)
+    two = replace(setting.costs, units=tuple(map(at_two_degrees, setting.costs.units)))
+    setting = replace(setting, costs=two.at_degrees(degrees), num_nodes=3)
+    template = template_of(setting, planner(name).configure(setting, known), known)
+    places = [
+        (stage.node_index, stage.first_device + device)
+        for stage, *_ in template.rows
+        for device in range(stage.num_devices)
+    ]
+    assert sorted(places) == [(node, device) for node in range(3) for device in range(2)]
+    assert {stage.tp_degree for stage in template.stages} <= set(degrees)
+    assert template.round_size == 1
+
+
+def at_two_degrees(unit: UnitCosts) -> UnitCosts:
+    """Return a unit whose layers two devices may share, of which each keeps 60 bytes of a token."""
+    layers = tuple(replace(layer, curves=(layer.curves[0], layer.curves[0].divided(2, 60))) for layer in unit.layers)
+    return replace(unit, layers=layers, degrees=((1, 1), (2, 1)))
 
 
 def test_encoders_of_every_stage_share_the_samples_of_a_microbatch() -> None:

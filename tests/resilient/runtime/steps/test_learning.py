@@ -80,6 +80,15 @@ def test_ranks_learn_from_what_all_have_seen() -> None:
     assert as_threads(2, rank) == [UNCORRECTED.observe(seen)] * 2
 
 
+def test_degrees_are_learnt_apart() -> None:
+    learning = Learning(UNITS, (1, 2))
+    learning.see("llm", 64, expected_ms=2.0, taken_ms=6.0, degree=2)
+    learning.take(learning.bring())
+    assert learning.correction.factor("llm", 2, 64) == 3.0
+    assert learning.correction.factor("llm", 1, 64) == 1.0
+    assert [learning.unit_factor("llm", degree) for degree in (1, 2)] == [1.0, 3.0]
+
+
 def test_who_joins_goes_on_from_what_others_have_learnt() -> None:
     place = int(buckets(64))
 

@@ -48,7 +48,8 @@ TOKENS = [[4, 2, 0], [6, 3, 5]]
 def costs_of(unit: str, token_ms: float) -> UnitCosts:
     """Return a layer that takes so long for each token."""
     curves = LayerCurves(forward=Curve(linear=token_ms), backward_input=Curve(), backward_weight=Curve())
-    return UnitCosts(name=unit, layers=(UnitLayer(name="layer", curves=(curves,)),))
+    layer = UnitLayer(name="layer", curves=(curves, curves.divided(2, 0.0)))
+    return UnitCosts(name=unit, layers=(layer,), degrees=((1, 1), (2, 1)))
 
 
 COSTS = CostModel(units=(costs_of("vision", 1.0), costs_of("llm", 10.0)))
@@ -56,7 +57,7 @@ COSTS = CostModel(units=(costs_of("vision", 1.0), costs_of("llm", 10.0)))
 
 class _Known:
     def __init__(self, places: list[list[list[int]]] = PLACES) -> None:
-        self.learning = Learning(("vision", "llm"))
+        self.learning = Learning(("vision", "llm"), (1, 2))
         self._places = torch.tensor(places)
 
     def start(self, step: int) -> None:
@@ -103,6 +104,24 @@ SHARDED = Plan(
     )
 )  # fmt: skip
 """One node of two devices."""
+
+
+def test_devices_that_share_cells_do_the_same_with_the_same_samples() -> None:
+    """Of the encoder's lanes the second one has two devices, which are those of the language model."""
+    shared = tuple(replace(stage, num_devices=2) if stage.node_index else stage for stage in TEMPLATE.stages)
+    template = replace(TEMPLATE, stages=shared)
+    plan = Plan(pipelines=tuple(replace(each, template=template) for each in PLAN.pipelines))
+    assert [(slot.node, slot.shard_index) for slot in plan.slots] == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
+    found = [steps_of(rank, plan=plan) for rank in (4, 5)]
+    alone = steps_of(3)
+    for steps in found:
+        assert steps.cells(1) == alone.cells(1)
+        assert [str(action) for action in steps.work(1, 1, lambda cell: {}).schedule.row(3)] == [
+            str(action) for action in alone.work(1, 1, lambda cell: {}).schedule.row(3)
+        ]
+        assert not steps.work(1, 1, lambda cell: {}).idle
+    assert [steps.planned(1).device for steps in found] == [0, 1]
+    assert found[0].planned(1).action_ms == found[1].planned(1).action_ms
 
 
 def test_devices_that_divide_units_do_the_same_with_samples_of_their_own() -> None:
