@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 
@@ -27,6 +26,7 @@ from resilient.runtime.batches import sampler_of
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
+from resilient.runtime.over_nccl import pairs_over_nccl
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.runtime.steps.assignments import Assignments
 from resilient.runtime.steps.learning import Learning
@@ -46,7 +46,7 @@ from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, P
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, Slot
 from resilient.templates.schedules.graph import StageName
-from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.stage_times import stage_times
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -181,42 +181,24 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
         if piece.intervals.before(trained_bytes[name])
     ]
     groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
-    pairs = [(transfer.source, transfer.target) for transfer in message.transfers]
-    slots = message.plan.slots
-    pairs += _exchanging(context, message.plan)
+    copying = [(transfer.source, transfer.target) for transfer in message.transfers]
+    exchanging = pairs_over_nccl(context.job, message.plan)
     comm = connect(
         generation=message.generation,
         rank=message.rank,
-        size=len(slots),
+        size=len(message.plan.slots),
         groups=groups,
         store_address=message.store_address,
         store_client=context.store_client,
         host=context.host,
         timeout_s=context.job.comm_timeout_s,
         interrupted=context.guard.open(message.generation),
-        device=context.job.device if _may_use_nccl(context.job, message.plan) else torch.device("cpu"),
+        device=torch.device("cpu") if exchanging is None else context.job.device,
         num_sources=message.num_sources,
-        pairs=pairs,
+        pairs=[*copying, *(exchanging or ())],
     )
     context.guard.attach(message.generation, comm)
     return comm
-
-
-def _may_use_nccl(job: Job, plan: Plan) -> bool:
-    """Return whether GPUs may talk over NCCL: it has no tags, and in other jobs both ends order messages differently.
-
-    Nor do the devices of a stage exchange parts over it yet. All this goes by way of the hosts instead.
-    """
-    several = any(stage.num_devices > 1 for slot in plan.slots for stage in slot.stages)
-    return not (job.planner or job.schedule in CHUNK_KINDS or several)
-
-
-def _exchanging(context: WorkerContext, plan: Plan) -> list[tuple[int, int]]:
-    """Return the ranks that exchange activations, where NCCL may be used: more do where it is not."""
-    if context.planning is not None:
-        return []
-    neighbours = pairwise(plan.slots)
-    return [(left.rank, right.rank) for left, right in neighbours if left.pipeline_index == right.pipeline_index]
 
 
 def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm: Communicator) -> int:

@@ -204,43 +204,19 @@ def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """NCCL connects them then: neighbours in a pipeline, and the ends of copies."""
-    asked: list[set[tuple[int, int]]] = []
+    asked: list[tuple[torch.device, set[tuple[int, int]]]] = []
 
     def connect(**arguments: Any) -> None:
-        asked.append(set(arguments["pairs"]))
+        asked.append((arguments["device"], set(arguments["pairs"])))
         raise CommunicationError("far enough")
 
     monkeypatch.setattr("resilient.runtime.install.connect", connect)
     plan = make_plan(((0, 2, 4, 6), 3), ((0, 3, 6), 5))
     transfers = tuple(Transfer(state="head", source=5, target=rank, first_byte=0, end_byte=8) for rank in (2, 4))
     with pytest.raises(CommunicationError, match=r"^far enough$"):
-        install(Member(make_job(), tmp_path).context, message(plan, 0, "", transfers=transfers, num_sources=1))
-    assert asked == [{(0, 1), (1, 2), (3, 4), (5, 2), (5, 4)}]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "workers", "talks_on"),
-    [("1f1b", 1, "meta"), ("interleaved-1f1b", 1, "cpu"), ("1f1b", 2, "cpu")],
-    ids=["plain", "chunks", "several devices"],
-)
-def test_gpus_talk_over_nccl_where_both_ends_order_messages_alike_and_over_gloo_elsewhere(
-    schedule: str, workers: int, talks_on: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[torch.device] = []
-
-    def connect(**arguments: Any) -> None:
-        asked.append(arguments["device"])
-        raise CommunicationError("far enough")
-
-    monkeypatch.setattr("resilient.runtime.install.connect", connect)
-    (pipeline,) = make_plan(((0, 6), 8)).pipelines
-    stages = tuple(replace(stage, num_devices=workers, shard=workers) for stage in pipeline.template.stages)
-    template = replace(pipeline.template, stages=stages)
-    plan = Plan(pipelines=(replace(pipeline, template=template),))
-    job = make_job(schedule=schedule, device=torch.device("meta"))
-    with pytest.raises(CommunicationError, match=r"^far enough$"):
-        install(Member(job, tmp_path).context, message(plan, 0, ""))
-    assert asked == [torch.device(talks_on)]
+        job = make_job(device=torch.device("meta"))
+        install(Member(job, tmp_path).context, message(plan, 0, "", transfers=transfers, num_sources=1))
+    assert asked == [(torch.device("meta"), {(0, 1), (1, 2), (3, 4), (5, 2), (5, 4)})]
 
 
 def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path: Path) -> None:
