@@ -337,7 +337,10 @@ class Coordinator:
             raise web.HTTPUnauthorized(text="the job's token is required")
         if self._entrance is not None:
             self._entrance.admit(request)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ConnectionError:
+            raise web.HTTPBadRequest(text="who asked has hung up") from None  # which nobody hears
 
     async def _serve_status(self, request: web.Request) -> web.Response:
         health = {str(node): msgspec.to_builtins(health) for node, health in self._agents.health.items()}

@@ -219,9 +219,10 @@ class Lifecycle:
         others_know = parts.participants.plan is not None or parts.job.is_known or parts.start_up.has_own
         is_late = parts.participants.plan is not None or (member is not None and member.is_guest)
         if member is not None and others_know and is_late and not self._is_of_the_job(member):
-            cause = f"stood by and failed: {error}" if member.admitted else f"cannot join: {error}"
-            parts.context.record("node_lost", node=node, cause=cause)
-            parts.dismiss(member, cause, exit_code=EXIT_FAILED)
+            if member.admitted:
+                self._regrouping.send_away(node, f"stood by and failed: {error}")
+            else:
+                parts.refuse(member, error)
             if parts.phase in (Phase.STARTING, *TRAINING):
                 self.proceed()
             return
