@@ -97,9 +97,11 @@ class Truth:
 
     @property
     def may_be_lost(self) -> bool:
-        """Whether more nodes were lost than may be, and some state of the last step is held by nobody."""
+        """Whether more nodes were lost than may be, and some state of the last step is held by nobody who answers."""
         step, held = self.must_keep, set[str]()
         for worker in self._asked:
+            if worker.is_hung:
+                continue  # in whatever time: what it holds goes with its node
             if worker.version == step:
                 held.update((worker.states.keys() | worker.retained.keys()) - worker.odd)
             elif worker.version == step - 1 and worker.gradient is not None:
