@@ -111,9 +111,10 @@ class Lifecycle:
         context = self._parts.context
         first, last = (choose(joining, key=lambda member: member.up_at) for choose in (min, max))
         patience_s = min(max(first.up_at - first.connected_at, _LEAST_COLLECTED_S), _MOST_COLLECTED_S)
-        if context.now - first.up_at >= patience_s:
+        waits_since = self._parts.participants.installed_at  # a change may have kept others from being heard
+        if context.now - max(first.up_at, waits_since) >= patience_s:
             return False
-        if len(joining) > 1 and context.now - last.up_at < _QUIET_S:
+        if len(joining) > 1 and context.now - max(last.up_at, waits_since) < _QUIET_S:
             return True
         return any(not (other.admitted or other.leaving or other.is_ready) for other in context.members.values())
 
