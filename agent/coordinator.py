@@ -18,13 +18,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from resilient.agent.agents import Agents
-from resilient.agent.entrance import Entrance
+from resilient.agent.entrance import Entrance, read_body
 from resilient.agent.journal.event_writer import EventWriter
 from resilient.agent.journal.inheritance import inherit
 from resilient.agent.journal.stimulus_log import StimulusLog, heard_counts, read_stimuli
@@ -36,6 +36,7 @@ from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.network.patience import successor_grace_s
 from resilient.common.job_certificate import server_context
+from resilient.common.memory import Sweeper
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.observability.metrics import CONTENT_TYPE
 from resilient.protocol.messages import Departure, Injection, Shutdown
@@ -49,10 +50,10 @@ logger = logging.getLogger(__name__)
 
 _FAREWELL_TIMEOUT_S = 10.0
 _TICK_S = 0.5
+_SWEEP_S = 60.0
+_BUSY = (Phase.AGREEING, Phase.INSTALLING, Phase.SAVING)
 _HEALTH = "/healthz"
 _MAX_BODY_BYTES = 1 << 20
-
-_Body = TypeVar("_Body", Injection, Departure)
 
 
 class Coordinator:
@@ -98,6 +99,7 @@ class Coordinator:
         self._unanswered: list[ev.WriteManifest | ev.PreparePlans] = []
         self._clock_ahead_s = 0.0
         self._queue: deque[ev.Stimulus] = deque()
+        self._sweeper = Sweeper(_SWEEP_S)
         self._is_pumping = self._is_deposed = False
         self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -198,6 +200,7 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._agents.close()
+        self._sweeper.close()
         if self._entrance is not None:
             await self._entrance.close()
         with contextlib.suppress(ConnectionError):
@@ -285,6 +288,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(_TICK_S)
             self.feed(ev.Tick())
+            self._sweeper.pass_time(time.monotonic(), is_calm=self._machine.phase not in _BUSY)
             if self._agents.are_out_of_reach(_TICK_S) and self._settings.store and self._machine.generation:
                 self.resign(UnheardError(f"no node is heard at {self.address} any more: another may lead this job"))
 
@@ -337,7 +341,10 @@ class Coordinator:
             raise web.HTTPUnauthorized(text="the job's token is required")
         if self._entrance is not None:
             self._entrance.admit(request)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ConnectionError:
+            raise web.HTTPBadRequest(text="who asked has hung up") from None  # which nobody hears
 
     async def _serve_status(self, request: web.Request) -> web.Response:
         health = {str(node): msgspec.to_builtins(health) for node, health in self._agents.health.items()}
@@ -358,7 +365,7 @@ class Coordinator:
         return web.json_response({})
 
     async def _serve_inject(self, request: web.Request) -> web.Response:
-        injection = await _read(request, Injection)
+        injection = await read_body(request, Injection)
         if injection.at_phase is not None:
             try:
                 check_phase(injection.at_phase)
@@ -369,7 +376,7 @@ class Coordinator:
         return web.json_response({})
 
     async def _serve_leave(self, request: web.Request) -> web.Response:
-        departure = await _read(request, Departure)
+        departure = await read_body(request, Departure)
         self._check_live(departure.node)
         self.feed(ev.NodeLeaving(node=departure.node, reason="asked to leave"))
         return web.json_response({})
@@ -387,11 +394,3 @@ def _written(wanted: ev.WriteManifest) -> ev.ManifestWritten | ev.ManifestFailed
     except CheckpointError as error:
         return ev.ManifestFailed(path=wanted.path, error=str(error), node=error.node)
     return ev.ManifestWritten(path=wanted.path)
-
-
-async def _read(request: web.Request, kind: type[_Body]) -> _Body:
-    """Read a request's JSON body."""
-    try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.DecodeError as error:
-        raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None

@@ -14,7 +14,9 @@ import socket
 import ssl
 import time
 from traceback import clear_frames
+from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
@@ -100,6 +102,21 @@ class _NonsenseApart(logging.Filter):
 
 _http_logger = logging.getLogger(f"{__name__}.http")
 _http_logger.addFilter(_NonsenseApart())
+
+
+_Body = TypeVar("_Body")
+
+
+async def read_body(request: web.Request, kind: type[_Body]) -> _Body:
+    """Read a request's JSON body.
+
+    Raises:
+        web.HTTPBadRequest: It is something else.
+    """
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except msgspec.DecodeError as error:
+        raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None
 
 
 class Entrance:

@@ -15,7 +15,7 @@ import torch
 
 from resilient.common.arguments import described
 from resilient.common.handshake import nonce
-from resilient.common.malloc import keep_freed_memory
+from resilient.common.memory import keep_freed_memory
 from resilient.data.dataset import Dataset
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import data_processes

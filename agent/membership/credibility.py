@@ -83,12 +83,11 @@ def _is_step(parts: JobParts, step: int, *, least: int = 0, most: int | None = N
 
 
 def _are_states(parts: JobParts, states: Iterable[str]) -> bool:
-    names = {layer.name for layer in parts.job.spec.profile.layers}
-    return all(state in names for state in states)
+    return parts.job.states.keys() >= set(states)
 
 
 def _are_parts(parts: JobParts, held: Mapping[str, ByteIntervals]) -> bool:
-    whole = {layer.name: layer.whole for layer in parts.job.spec.profile.layers}
+    whole = parts.job.states
     return all(state in whole and not part - whole[state] for state, part in held.items())
 
 

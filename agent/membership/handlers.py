@@ -100,7 +100,7 @@ class Handlers:
         )
         if event.num_workers != settings.workers_per_node:
             reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
-            self._parts.dismiss(member, reason, exit_code=EXIT_FAILED)
+            self._parts.refuse(member, reason)
 
     def on_late_node(self, event: NodeConnected) -> None:
         self.on_node_connected(event)

@@ -9,6 +9,7 @@ from resilient.agent.membership.parts.change import Change
 from resilient.agent.membership.parts.checkpoints import Checkpoints
 from resilient.agent.membership.parts.context import (
     EXIT_DONE,
+    EXIT_FAILED,
     Context,
     Phase,
     Settings,
@@ -123,6 +124,11 @@ class JobParts:
         """Let a node go; it is no loss."""
         self.context.dismiss(member, reason, exit_code)
         self.forget(member.node)
+
+    def refuse(self, member: Member, why: str) -> None:
+        """Let a node go that cannot take part; it is no loss, as it was never of the job."""
+        self.context.record("not_joined", node=member.node, cause=why)
+        self.dismiss(member, f"cannot join: {why}", EXIT_FAILED)
 
     def forget(self, node: int) -> None:
         """Drop what a node that is gone has said of the change under way."""

@@ -111,9 +111,10 @@ class Lifecycle:
         context = self._parts.context
         first, last = (choose(joining, key=lambda member: member.up_at) for choose in (min, max))
         patience_s = min(max(first.up_at - first.connected_at, _LEAST_COLLECTED_S), _MOST_COLLECTED_S)
-        if context.now - first.up_at >= patience_s:
+        waits_since = self._parts.participants.installed_at  # a change may have kept others from being heard
+        if context.now - max(first.up_at, waits_since) >= patience_s:
             return False
-        if len(joining) > 1 and context.now - last.up_at < _QUIET_S:
+        if len(joining) > 1 and context.now - max(last.up_at, waits_since) < _QUIET_S:
             return True
         return any(not (other.admitted or other.leaving or other.is_ready) for other in context.members.values())
 
@@ -219,9 +220,10 @@ class Lifecycle:
         others_know = parts.participants.plan is not None or parts.job.is_known or parts.start_up.has_own
         is_late = parts.participants.plan is not None or (member is not None and member.is_guest)
         if member is not None and others_know and is_late and not self._is_of_the_job(member):
-            cause = f"stood by and failed: {error}" if member.admitted else f"cannot join: {error}"
-            parts.context.record("node_lost", node=node, cause=cause)
-            parts.dismiss(member, cause, exit_code=EXIT_FAILED)
+            if member.admitted:
+                self._regrouping.send_away(node, f"stood by and failed: {error}")
+            else:
+                parts.refuse(member, error)
             if parts.phase in (Phase.STARTING, *TRAINING):
                 self.proceed()
             return

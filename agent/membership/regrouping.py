@@ -138,7 +138,7 @@ class Regrouping:
             parts.ending.note_failure(f"node {node}: {error}")
             return agreement
         for node, error in erring.items():
-            self._send_away(node, error)
+            self.send_away(node, error)
         return agreement.without(erring)
 
     def _without_suspect(self, agreement: Agreement) -> Agreement:
@@ -148,7 +148,7 @@ class Regrouping:
         if suspect is None or parts.suspicions.is_in_vain or not self._can_spare([suspect], agreement):
             return agreement
         cause = f"its connections to {parts.suspicions.links_of(suspect)} keep failing, and no step is done"
-        self._send_away(suspect, cause)
+        self.send_away(suspect, cause)
         return agreement.without([suspect])
 
     def _can_spare(self, nodes: Collection[int], agreement: Agreement) -> bool:
@@ -158,8 +158,8 @@ class Regrouping:
         lost = uncovered(profile, agreement.without(nodes).held.values())
         return len(left) >= parts.ending.needed_nodes and lost == uncovered(profile, agreement.held.values())
 
-    def _send_away(self, node: int, cause: str) -> None:
-        """Let a node go that does not do its part, between two generations."""
+    def send_away(self, node: int, cause: str) -> None:
+        """Let a node go that is of no use to the others, and that nothing is waited for of."""
         parts = self._parts
         if node in parts.context.members:
             parts.context.record("node_lost", node=node, cause=cause)

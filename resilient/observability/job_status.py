@@ -126,6 +126,10 @@ class JobStatus:
     def _on_node_refused(self, event: Event) -> Iterator[tuple[str, str]]:
         yield "bad", f"an agent on {event['host']} was refused: {event['reason']}"
 
+    def _on_not_joined(self, event: Event) -> Iterator[tuple[str, str]]:
+        self.nodes.pop(event["node"], None)  # it was never of the job
+        yield "bad", f"node {event['node']} cannot join: {event['cause']}"
+
     def _on_node_ready(self, event: Event) -> Iterator[tuple[str, str]]:
         node = self._node(event["node"])
         node.state, node.device = "ready", event["device"]

@@ -8,6 +8,7 @@ columns, too: where a tenth of a thousand nodes is lost, a worker may have some 
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -88,10 +89,11 @@ class GenerationPacker:
         """Return what is sent to one worker."""
         if message.generation != self._generation:
             self._generation, self._common = message.generation, _common(message)
-            self._transfers = {}
+            self._transfers = defaultdict(list)
             for transfer in message.transfers:
-                for rank in {transfer.source, transfer.target}:
-                    self._transfers.setdefault(rank, []).append(transfer)
+                self._transfers[transfer.source].append(transfer)
+                if transfer.target != transfer.source:
+                    self._transfers[transfer.target].append(transfer)
         own = () if message.rank is None else self._transfers.get(message.rank, ())
         return PackedGeneration(rank=message.rank, common=self._common, copies=_packed(own) if own else b"")
 
@@ -133,15 +135,15 @@ def _decompressed(packed: bytes) -> bytes:
 
 
 def _packed(transfers: Sequence[Transfer]) -> bytes:
-    states = tuple(dict.fromkeys(transfer.state for transfer in transfers))
+    states = tuple(dict.fromkeys([transfer.state for transfer in transfers]))
     place = {state: index for index, state in enumerate(states)}
     copies = PackedCopies(
         states=states,
-        state_of=tuple(place[transfer.state] for transfer in transfers),
-        sources=tuple(transfer.source for transfer in transfers),
-        targets=tuple(transfer.target for transfer in transfers),
-        first_bytes=tuple(transfer.first_byte for transfer in transfers),
-        sizes=tuple(transfer.end_byte - transfer.first_byte for transfer in transfers),
+        state_of=tuple([place[transfer.state] for transfer in transfers]),
+        sources=tuple([transfer.source for transfer in transfers]),
+        targets=tuple([transfer.target for transfer in transfers]),
+        first_bytes=tuple([transfer.first_byte for transfer in transfers]),
+        sizes=tuple([transfer.end_byte - transfer.first_byte for transfer in transfers]),
     )
     return zlib.compress(msgspec.msgpack.encode(copies), zlib.Z_BEST_SPEED)  # done a thousand times in a row
 

@@ -54,9 +54,10 @@ class Served:
         self.sockets.append(socket)
         return socket
 
-    async def connect(self) -> aiohttp.ClientWebSocketResponse[bool]:
+    async def connect(self, **changes: Any) -> aiohttp.ClientWebSocketResponse[bool]:
+        """Begin a conversation; changes are of what it says of itself."""
         socket = await self.open()
-        await socket.send_bytes(encode(HELLO))
+        await socket.send_bytes(encode(msgspec.structs.replace(HELLO, **changes)))
         assert decode_attached(await socket.receive_bytes()) == Attached(is_new=True, num_heard=0, term=1)
         welcome = decode_to_agent(await socket.receive_bytes())
         assert isinstance(welcome, Welcome)

@@ -41,6 +41,21 @@ def test_time_that_passes_without_consequence_is_not_in_the_log(tmp_path: Path) 
     with_coordinator(tmp_path, scenario)
 
 
+def test_joiner_that_is_refused_is_no_node_that_was_lost(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await make_ready(served, min_pipeline_nodes=1)
+        await served.event("generation")
+        refused = await served.connect(num_workers=2)
+        event = await served.event("not_joined")
+        assert (event["node"], event["cause"]) == (2, "workers per node must be 1 in this job, got 2")
+        await refused.close()
+        await served.connect()  # the coordinator has seen the other one go
+        async with served.session.get(served.url("/metrics")) as answer:
+            assert "resilient_lost_nodes_total 0.0\n" in await answer.text()
+
+    with_coordinator(tmp_path, scenario)
+
+
 def test_stimuli_that_cannot_be_written_do_not_keep_the_job_from_going_on(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         (tmp_path / "stimuli.jsonl").mkdir()

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from resilient.agent import entrance
+from resilient.agent.network.dialect import SPOKEN, dialect
 from resilient.common.job_certificate import client_context, server_context
 from tests.agent.served import LIMIT_S, TOKEN, Served, with_coordinator
 
@@ -33,6 +34,33 @@ async def until_closed(reader: asyncio.StreamReader) -> None:
 async def ask(served: Served) -> int:
     async with served.session.get(served.url("/status")) as answer:
         return answer.status
+
+
+HANDSHAKE = (
+    f"{SPOKEN}: {dialect()}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [f"GET /agent HTTP/1.1\r\n{HANDSHAKE}", "POST /inject HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"],
+    ids=["agent", "inject"],
+)
+def test_who_hangs_up_before_the_answer_leaves_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str
+) -> None:
+    request = said.replace("\r\n", f"\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n", 1).encode()
+
+    async def scenario(served: Served) -> None:
+        for _ in range(10):
+            reader, writer = await asyncio.open_connection(*place(served), ssl=client_context(TOKEN))
+            writer.write(request)
+            writer.close()
+            await until_closed(reader)
+
+    with_coordinator(tmp_path, scenario)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("is_secured", [False, True])

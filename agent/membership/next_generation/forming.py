@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import msgspec
+
 from resilient.agent.membership.next_generation.agreement import Agreement
 from resilient.agent.membership.next_generation.members import Member, WorkerId, available
 from resilient.errors import StateLostError
@@ -203,7 +205,7 @@ def _copies(
     sending = sorted({transfer.source for transfer in transfers} - set(range(len(placed))))
     ranks = {rank: len(placed) + position for position, rank in enumerate(sending)}
     renumbered = tuple(
-        replace(transfer, source=ranks[transfer.source]) if transfer.source in ranks else transfer
+        msgspec.structs.replace(transfer, source=ranks[transfer.source]) if transfer.source in ranks else transfer
         for transfer in transfers
     )
     return renumbered, lost, tuple(others[rank - len(placed)] for rank in sending)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from resilient.agent.membership.next_generation.forming import problem_of
@@ -12,6 +14,7 @@ from resilient.errors import ArgumentError
 from resilient.protocol.job_config import AUTO_SCHEDULE
 from resilient.protocol.messages import JobSpec, Ready
 from resilient.state.manifest import check_recipe
+from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan.schedule_choice import ScheduleChoice
 
@@ -22,6 +25,7 @@ class PlannedJob:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._spec: JobSpec | None = None
+        self._states: Mapping[str, ByteIntervals] = {}
         self._problem: PlanningProblem | None = None
         self._most_chunks = 0  # of a schedule that is to be chosen; 0 where none is, or no longer
         self._planned_for = 0
@@ -38,6 +42,11 @@ class PlannedJob:
         """What the script asks for; to be read only once it is known."""
         assert self._spec is not None
         return self._spec
+
+    @property
+    def states(self) -> Mapping[str, ByteIntervals]:
+        """All bytes of each layer's state, by its name."""
+        return self._states
 
     @property
     def problem(self) -> PlanningProblem:
@@ -72,6 +81,7 @@ class PlannedJob:
             settings.tp_degree,
         )
         self._spec = job
+        self._states = {layer.name: layer.whole for layer in job.profile.layers}
         self._most_chunks = job.num_chunks if job.schedule == AUTO_SCHEDULE else 0
         self._context.record(
             "job",

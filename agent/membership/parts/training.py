@@ -31,6 +31,12 @@ class Participants:
         self._placed_nodes: frozenset[int] = frozenset()
         self._installing = Outstanding()
         self._main: WorkerId | None = None
+        self._installed_at = float("-inf")
+
+    @property
+    def installed_at(self) -> float:
+        """When a worker was last heard to have installed a generation."""
+        return self._installed_at
 
     @property
     def plan(self) -> Plan | None:
@@ -135,6 +141,7 @@ class Participants:
     def note_installed(self, worker: WorkerId) -> None:
         """Take in that a worker has installed the generation."""
         self._installed.add(worker)
+        self._installed_at = self._context.now
 
     def note_finished(self, worker: WorkerId) -> None:
         """Take in that a worker has done the last step."""

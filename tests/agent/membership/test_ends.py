@@ -215,7 +215,7 @@ def test_joiner_that_fails_disturbs_nobody() -> None:
     job = started()
     node = job.connect()
     job.say((node, 0), Failed(error="ModuleNotFoundError: no"))
-    assert job.last("node_lost") == {"node": node, "cause": "cannot join: ModuleNotFoundError: no"}
+    assert job.last("not_joined") == {"node": node, "cause": "ModuleNotFoundError: no"}
     other = job.connect()
     job.end_worker((other, 0), 1, "ImportError: no")
     another = job.connect()
@@ -229,9 +229,9 @@ def test_joiner_with_less_memory_than_is_planned_with_is_sent_away() -> None:
     job.start()
     node = job.connect()
     job.ready(node, job_spec(memory_bytes=2**30 - 1))
-    assert job.last("node_lost") == {
+    assert job.last("not_joined") == {
         "node": node,
-        "cause": "cannot join: devices must have at least 1073741824 bytes of memory, those of the first worker, got "
+        "cause": "devices must have at least 1073741824 bytes of memory, those of the first worker, got "
         "1073741823; start with a node of the least memory, or use equal nodes",
     }
     assert (job.machine.phase, job.machine.generation, job.stop) == (Phase.RUNNING, 1, None)

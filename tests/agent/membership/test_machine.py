@@ -230,6 +230,29 @@ def test_joiners_one_after_another_are_waited_for_no_longer_than_the_first_would
         assert bool(regroups(job, 0)) == (job.now >= 1)
 
 
+def test_joiners_who_came_during_a_change_wait_after_it_for_others() -> None:
+    """The change may have kept others of the same wave from being heard: changes must not chase each other."""
+    job = Job(num_nodes=4)
+    for node in [job.connect() for _ in range(4)]:
+        job.ready(node)
+    assert job.machine.phase is Phase.INSTALLING
+    for node in [job.connect() for _ in range(2)]:
+        job.ready(node)
+    job.now = 5.0
+    job.answer()
+    assert job.machine.phase is Phase.RUNNING
+    late = job.connect()
+    assert regroups(job, 0) == []
+    job.now = 5.4
+    job.ready(late)
+    job.now = 5.8
+    job.feed(Tick())
+    assert regroups(job, 0) == [], "somebody has got ready a moment ago"
+    job.now = 6.0
+    job.feed(Tick())
+    assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True)], "a second after the change"
+
+
 def test_joiner_waits_for_others_who_are_getting_ready_as_long_as_it_took_itself_to() -> None:
     job = started(num_nodes=4)
     first, second = job.connect(), job.connect()
@@ -300,7 +323,8 @@ def test_node_with_another_number_of_workers_is_sent_away() -> None:
     job = started()
     instructions = job.feed(NodeConnected(node=9, host="h", pid=1, num_workers=2))
     reason = "workers per node must be 1 in this job, got 2"
-    assert instructions[-1] == Tell(node=9, message=Shutdown(exit_code=1, reason=reason))
+    assert instructions[-1] == Tell(node=9, message=Shutdown(exit_code=1, reason=f"cannot join: {reason}"))
+    assert job.last("not_joined") == {"node": 9, "cause": reason}
 
 
 # ---------------------------------------------------------------- injections

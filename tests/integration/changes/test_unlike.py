@@ -102,12 +102,13 @@ def test_joiner_that_differs_is_refused_by_name_and_the_job_goes_on(what: str, r
         gate.touch()
         run = job.wait()
     cause = rf"cannot join: {REFUSALS[what]}"
-    (lost,) = run.of_kind("node_lost")
-    assert lost["node"] == NODES
-    assert re.fullmatch(cause, lost["cause"]), lost["cause"]
+    (refused,) = run.of_kind("not_joined")
+    assert refused["node"] == NODES
+    assert re.fullmatch(REFUSALS[what], refused["cause"]), refused["cause"]
+    assert not run.of_kind("node_lost")
     assert exit_code == 1
     assert re.search(rf"(this node|node {NODES}): {cause}\n", errors), errors
-    assert lost["cause"] in job.output
+    assert f"cannot join: {refused['cause']}" in job.output
     check_equal(run, reference)
     assert run.report["joins"] == []
 

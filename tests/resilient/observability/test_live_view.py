@@ -204,6 +204,16 @@ def test_plain_view_tells_of_an_error_of_one_node_once() -> None:
     assert told.endswith("node 4 failed: OSError: disk gone; the others go on without it")
 
 
+def test_node_that_cannot_join_is_told_of_and_in_no_table() -> None:
+    run = failure_and_join()
+    run.add(5000, "node_connected", node=9, host="h", pid=9, domain="")
+    run.add(5010, "not_joined", node=9, cause="devices must be larger")
+    status = JobStatus()
+    told = [message.text for event in run.events for message in status.apply(event)]
+    assert told[-1] == "node 9 cannot join: devices must be larger"
+    assert 9 not in status.nodes
+
+
 def test_step_tells_the_losses_of_several_units() -> None:
     run = Run(num_steps=4)
     run.generation(0, 1, "start", 0, [0, 1, 2])

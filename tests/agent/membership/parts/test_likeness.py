@@ -49,7 +49,7 @@ def joined_by(alike: Alike, *, allow_different: tuple[str, ...] = ()) -> Job:
 )  # fmt: skip
 def test_joiner_that_differs_is_refused_by_name_and_the_job_goes_on(alike: Alike, cause: str) -> None:
     job = joined_by(alike)
-    assert job.last("node_lost") == {"node": 5, "cause": f"cannot join: {cause}"}
+    assert job.last("not_joined") == {"node": 5, "cause": cause}
     assert told_last(job) == Shutdown(exit_code=1, reason=f"cannot join: {cause}")
     assert (job.machine.phase, job.machine.generation, job.stop) == (Phase.RUNNING, 1, None)
     job.ready(job.connect())
@@ -80,7 +80,7 @@ def test_what_may_differ_is_recorded_and_the_joiner_admitted() -> None:
 
 def test_what_may_not_differ_is_refused_though_something_else_may() -> None:
     job = joined_by({"data": {"sample 3": "2"}, "script": {"helpers": "2"}}, allow_different=("data",))
-    assert job.last("node_lost")["cause"].startswith("cannot join: script must be the same on all nodes, got helpers 2")
+    assert job.last("not_joined")["cause"].startswith("script must be the same on all nodes, got helpers 2")
     assert "difference_allowed" not in job.kinds()
 
 
@@ -104,7 +104,7 @@ def test_node_of_another_package_is_refused_before_it_starts_workers() -> None:
         reason="cannot join: versions must be the same on all nodes, got torch 2.9 on node 4 (h) and 2.8 on node 0 "
         "(h); install the same versions on all nodes, or start the job with --allow-different versions",
     )
-    assert job.last("node_lost")["node"] == node
+    assert job.last("not_joined")["node"] == node
     assert job.stop is None
 
 
@@ -138,7 +138,7 @@ def guest_first(guest: Alike, own: Alike, told: Alike | None = None) -> Job:
 )  # fmt: skip
 def test_guest_that_is_ready_first_and_differs_is_refused_alone(guest: Alike, told: Alike, cause: str) -> None:
     job = guest_first(guest, JOB, told)
-    assert job.last("node_lost") == {"node": 0, "cause": f"cannot join: {cause}"}
+    assert job.last("not_joined") == {"node": 0, "cause": cause}
     assert Shutdown(exit_code=1, reason=f"cannot join: {cause}") in [tell.message for tell in job.told]
     assert (job.machine.phase, job.stop) == (Phase.RUNNING, None)
     assert job.last("generation")["nodes"] == [1, 2, 3, 4]
@@ -160,7 +160,7 @@ def test_guest_that_differs_is_refused_alone_when_it_is_the_last_to_be_ready() -
     assert job.machine.phase is Phase.STARTING
     job.ready(2, job_spec(alike={"job": {"model": "n"}}))
     job.answer()
-    assert job.last("node_lost")["cause"].startswith("cannot join: job must be the same on all nodes, got model n ")
+    assert job.last("not_joined")["cause"].startswith("job must be the same on all nodes, got model n ")
     assert (job.machine.phase, job.last("generation")["nodes"]) == (Phase.RUNNING, [0, 1, 3, 4])
 
 

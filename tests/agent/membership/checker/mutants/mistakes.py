@@ -247,7 +247,7 @@ MISTAKES = (
     Mistake(
         "who had an error stays",
         "regrouping.py",
-        "            self._send_away(node, error)",
+        "            self.send_away(node, error)",
         "            pass",
     ),
     Mistake(

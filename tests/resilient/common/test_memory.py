@@ -1,20 +1,23 @@
-"""Memory that was freed is used again, without the kernel."""
+"""Memory that was freed is used again, without the kernel; garbage is looked for when there is time."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
 
-from resilient.common.malloc import keep_freed_memory
+from resilient.common.memory import Sweeper, keep_freed_memory
 
 STEPS = """
 import resource
 import numpy as np
-from resilient.common.malloc import keep_freed_memory
+from resilient.common.memory import keep_freed_memory
 
 def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -55,3 +58,39 @@ def test_libraries_without_the_setting_are_left_alone(monkeypatch: pytest.Monkey
     keep_freed_memory()
     library.assert_called_once()
     assert library.return_value.mock_calls == []
+
+
+class _Ring:
+    """What only a collection frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture
+def sweeper() -> Iterator[Sweeper]:
+    made = Sweeper(60.0)
+    yield made
+    made.close()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_there_was_is_not_looked_at_until_it_is_swept(sweeper: Sweeper) -> None:
+    kept, garbage = [0], weakref.ref(_Ring())
+    sweeper.pass_time(0.0, is_calm=False)
+    gc.collect()
+    assert garbage() is not None, "a collection has looked at it"
+    assert not any(each is kept for each in gc.get_objects())
+    sweeper.pass_time(1.0, is_calm=True)
+    assert garbage() is None
+    assert not any(each is kept for each in gc.get_objects())
+
+
+def test_garbage_is_swept_now_and_then_when_there_is_time(sweeper: Sweeper) -> None:
+    sweeper.pass_time(0.0, is_calm=True)
+    garbage = weakref.ref(_Ring())
+    for now, is_calm in ((59.0, True), (60.0, False), (61.0, False)):
+        sweeper.pass_time(now, is_calm=is_calm)
+        assert garbage() is not None
+    sweeper.pass_time(62.0, is_calm=True)
+    assert garbage() is None
