@@ -26,10 +26,10 @@ from resilient.runtime.batches import sampler_of
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
-from resilient.runtime.over_nccl import pairs_over_nccl
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.runtime.steps.assignments import Assignments
 from resilient.runtime.steps.learning import Learning
+from resilient.runtime.steps.over_nccl import pairs_over_nccl
 from resilient.runtime.steps.planning import UnitPlanning
 from resilient.runtime.steps.steps import ChainSteps, Steps
 from resilient.runtime.steps.unit_graph import PlanLanes

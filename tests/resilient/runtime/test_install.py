@@ -213,8 +213,8 @@ def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built
     monkeypatch.setattr("resilient.runtime.install.connect", connect)
     plan = make_plan(((0, 2, 4, 6), 3), ((0, 3, 6), 5))
     transfers = tuple(Transfer(state="head", source=5, target=rank, first_byte=0, end_byte=8) for rank in (2, 4))
+    job = make_job(device=torch.device("meta"))
     with pytest.raises(CommunicationError, match=r"^far enough$"):
-        job = make_job(device=torch.device("meta"))
         install(Member(job, tmp_path).context, message(plan, 0, "", transfers=transfers, num_sources=1))
     assert asked == [(torch.device("meta"), {(0, 1), (1, 2), (3, 4), (5, 2), (5, 4)})]
 

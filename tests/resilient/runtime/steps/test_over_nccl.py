@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from resilient.runtime.over_nccl import pairs_over_nccl
+from resilient.runtime.steps.over_nccl import pairs_over_nccl
 from resilient.templates.plan import Plan
 from tests.resilient.small import make_job, make_plan
 
