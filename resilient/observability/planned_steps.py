@@ -27,7 +27,7 @@ PLANNED_THREAD = 1000
 
 _MOST_DIFFERENCES = 5
 _READING = "load"
-"""What is said of a worker in the place of a kind of action: each cell that it read."""
+"""How the names of parts of a step begin in which a worker read what its cells need."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +54,11 @@ class ComparedStep:
     def run_ms(self) -> float:
         """From the start of the first action, or of reading for it, to the last one's end."""
         return (max(times[1] for row in self.rows for times in _times(row).values()) - self.start_ns) / 1e6
+
+    @property
+    def reading_ms(self) -> float:
+        """What the worker read for that read longest, some of it perhaps while a message was on its way."""
+        return max(sum(end_ns - start_ns for start_ns, end_ns in _readings(row)) for row in self.rows) / 1e6
 
     @cached_property
     def computed_ms(self) -> float:
@@ -174,9 +179,10 @@ def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
     Returns:
         ``steps``: how many, of one pipeline each or of those that exchange features; ``planned_ms``, ``computed_ms``
         and ``run_ms``: medians of them, from the first action to the last, ``computed_ms`` as planned but for what was
-        computed, which takes as long as it did; ``largest``: by node, worker and kind of action (``1F``:
-        stage and what is done; ``load``: samples of a cell are read, for which no time is planned) the median time that
-        was planned and that it took, those first that differ most in a whole step.
+        computed, which takes as long as it did; ``reading_ms``: the median of what the worker took to read samples
+        that took longest; ``largest``: by node, worker and kind of action (``1F``:
+        stage and what is done) the median time that was planned and that it took, those first that differ most in a
+        whole step.
     """
     if not steps:
         return None
@@ -189,11 +195,6 @@ def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
                 start_ns, end_ns = _times(row)[str(span.action)]
                 key = (row.node, row.local_rank, _kind(span.action))
                 planned.setdefault(key, []).append(span.length_ns / 1e6)
-                taken.setdefault(key, []).append((end_ns - start_ns) / 1e6)
-        for row in step.rows:
-            for start_ns, end_ns in _readings(row):
-                key = (row.node, row.local_rank, _READING)
-                planned.setdefault(key, []).append(0.0)
                 taken.setdefault(key, []).append((end_ns - start_ns) / 1e6)
     found = [
         {
@@ -210,6 +211,7 @@ def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
         "planned_ms": round(median(step.timeline.iteration_ms for step in steps), 3),
         "computed_ms": round(median(step.computed_ms for step in steps), 3),
         "run_ms": round(median(step.run_ms for step in steps), 3),
+        "reading_ms": round(median(step.reading_ms for step in steps), 3),
         "largest": found[:_MOST_DIFFERENCES],
     }
 
@@ -219,7 +221,8 @@ def differences_text(found: Mapping[str, Any]) -> str:
     ratio = found["run_ms"] / found["planned_ms"] if found["planned_ms"] else 1.0
     lines = [
         f"from the first action to the last: planned {duration(found['planned_ms'])}, run {duration(found['run_ms'])} "
-        f"({ratio:.2f}x), without messages, sums and reading {duration(found['computed_ms'])}; most differ:"
+        f"({ratio:.2f}x), without messages, sums and reading {duration(found['computed_ms'])}; "
+        f"a worker reads for up to {duration(found['reading_ms'])}; most differ:"
     ]
     for each in found["largest"]:
         times = f"planned {duration(each['planned_ms'])}, run {duration(each['run_ms'])}"

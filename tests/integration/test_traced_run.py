@@ -94,11 +94,11 @@ def test_report_tells_how_steps_differ_from_their_plans(reference: tuple[Run, Tr
     traced = json.loads((reference[0].directory / "report.json").read_text())["traced"]
     assert traced["steps"] == 2 * len(STEPS)
     assert traced["planned_ms"] > 0
-    assert traced["run_ms"] > 0
+    assert traced["run_ms"] > traced["reading_ms"] > 0
     assert len(traced["largest"]) == 5
     for each in traced["largest"]:
         assert each["node"] in range(4)
-        assert each["action"] in ("0F", "0B", "1F", "1B", "load")
+        assert each["action"] in ("0F", "0B", "1F", "1B")
         assert each["planned_ms"] != each["run_ms"]
 
 
@@ -155,6 +155,5 @@ def test_steps_of_a_planned_job_lie_beside_their_plans(tmp_path: Path) -> None:
     traced = json.loads((tmp_path / "report.json").read_text())["traced"]
     assert traced["steps"] == 2
     for each in traced["largest"]:
-        lane = each["action"].partition(":")[0]
-        assert lane in ("load", *lanes[each["node"], each["local_rank"]])
+        assert each["action"].partition(":")[0] in lanes[each["node"], each["local_rank"]]
     assert (tmp_path / "trace.png").stat().st_size > 10_000
