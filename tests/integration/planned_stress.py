@@ -119,6 +119,7 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(highlight=False)
     root = options.run_dir or Path(tempfile.mkdtemp(prefix="resilient-planned-stress-"))
+    root.mkdir(parents=True, exist_ok=True)
     if options.here:
         is_right, told = drilled(options.seed, options.planner, root)
         console.print(told, markup=False, soft_wrap=True)
