@@ -19,8 +19,8 @@ down the step), of which 8 workers have two: layers are as slow as makes that li
 them slower or faster.
 
 What is above the prediction has three parts, as shares of it: "cells", what was computed took longer than by the
-measured curves (reading samples is part of a cell's forward); "messages", what they and the sums of gradients cost from
-the first action to the last; and "rest", what is before and after: the schedule, the barrier, the optimizer.
+measured curves; "messages", what they, the sums of gradients and reading samples cost from the first action, or from
+reading for it, to the last; and "rest", what is before and after: the schedule, the barrier, the optimizer.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Measured:
         predicted_ms: Median; None for a chain.
         above: Median of measured over predicted steps, less one; None for a chain.
         cells: Median of the part of that, of the prediction, by which computing took longer.
-        messages: Likewise, messages and sums of gradients.
+        messages: Likewise, messages, sums of gradients and reading.
         rest: Likewise, what comes before the first action and after the last.
         bound: Part of the median step that the work takes if it is spread evenly; None for a chain.
         waited: Part of the steps in which rank 0 waited for an assignment.

@@ -221,9 +221,11 @@ def test_the_worked_example_of_layers_learns(tmp_path: Path) -> None:
     assert found is not None
     script = tmp_path / "tied_model.py"
     script.write_text(found[1])
+    # Of several threads each waits for the others in every small operation: where cores are shared, seconds a step.
+    alone = {"PYTHONPATH": str(ROOT), "RESILIENT_RUN_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RESILIENT_RUN_DIR": str(tmp_path / "run")},
+        env={**os.environ, **alone},
         capture_output=True,
         text=True,
         check=False,

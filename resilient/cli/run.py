@@ -26,11 +26,13 @@ from resilient.common.files import write_whole
 from resilient.common.network.etcd_connection import EtcdUnreachableError
 from resilient.common.printable import printable
 from resilient.errors import ArgumentError, ResilientError
+from resilient.planners.registry import AUTO, PLANNERS
 from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.job_config import AUTO_SCHEDULE, SCHEDULES
 from resilient.protocol.messages import Injection
 from resilient.protocol.phases import PHASES, check_phase
+from resilient.templates.common.words import look_up
 from resilient.templates.plan import Sharding
 
 if TYPE_CHECKING:
@@ -181,6 +183,8 @@ def run(
         console.print(f"going on from the newest checkpoint of {resume}", markup=False, soft_wrap=True)
     try:
         check_started_once(os.environ, [str(script), *(arguments or ())], is_script=False)
+        if planner:
+            look_up("planner", planner, dict.fromkeys((AUTO, *PLANNERS)))
         options = LaunchOptions(
             script=str(script),
             arguments=tuple(arguments or ()),

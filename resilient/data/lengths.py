@@ -43,6 +43,9 @@ class LengthSums(NamedTuple):
 class Measure(Protocol):
     """What knows a sample's lengths once it is loaded: :class:`resilient.models.packing.Packable`."""
 
+    @property
+    def units(self) -> Mapping[str, tuple[str, ...]]: ...
+
     def check(self, sample: Sample, name: str) -> None: ...
 
     def lengths(self, sample: Sample) -> UnitLengths: ...
@@ -149,6 +152,9 @@ class SampleLengths:
         if not isinstance(value, Mapping) or not all(isinstance(each, list | tuple) for each in value.values()):
             fix = literal("return {'vision': [tokens of each image], 'llm': [tokens of its text]}")
             raise ArgumentError(field, "map units to lists of whole numbers", described(value), fix)
+        known = ", ".join(self._model.units)
+        if others := [str(unit) for unit in value if unit not in self._model.units]:
+            raise ArgumentError(field, f"be of the model's units, {known}", ", ".join(others), "rename or leave out")
         fix = "leave out sequences without tokens"
         return _some({unit: [whole_number(field, each, 1, fix) for each in lengths] for unit, lengths in value.items()})
 

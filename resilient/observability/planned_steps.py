@@ -1,7 +1,8 @@
 """Sets steps as they were planned beside what their workers did: one simulated from the other's actions.
 
 What was executed is the schedule, so a step is simulated by the actions that its workers wrote down, with the time
-that each of them expected of its own; it begins with the first action of its pipeline. Must not import torch.
+that each of them expected of its own; it begins with the first action of its pipeline, or with reading for it. Nobody
+plans for reading. Must not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from resilient.observability.step_trace import PlannedRow, TracedStep
-from resilient.observability.trace_events import ACTION, PLANNED, Slice, Thread, Trace
+from resilient.observability.trace_events import ACTION, PART, PLANNED, Slice, Thread, Trace
 from resilient.observability.wording import duration
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
@@ -25,6 +26,8 @@ PLANNED_THREAD = 1000
 """A worker's thread of what was planned for it has the number of its own and this."""
 
 _MOST_DIFFERENCES = 5
+_READING = "load"
+"""How the names of parts of a step begin in which a worker read what its cells need."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,19 +46,26 @@ class ComparedStep:
 
     @property
     def start_ns(self) -> int:
-        """When the first action began, Unix time."""
-        return min(times[0] for row in self.rows for times in _times(row).values())
+        """When the first action began, or reading for it, Unix time."""
+        began = [times[0] for row in self.rows for times in _times(row).values()]
+        return min(*began, *(start_ns for row in self.rows for start_ns, _ in _readings(row)))
 
     @property
     def run_ms(self) -> float:
-        """From the first action's start to the last one's end."""
+        """From the start of the first action, or of reading for it, to the last one's end."""
         return (max(times[1] for row in self.rows for times in _times(row).values()) - self.start_ns) / 1e6
+
+    @property
+    def reading_ms(self) -> float:
+        """What the worker read for that read longest, some of it perhaps while a message was on its way."""
+        return max(sum(end_ns - start_ns for start_ns, end_ns in _readings(row)) for row in self.rows) / 1e6
 
     @cached_property
     def computed_ms(self) -> float:
         """What it would have taken as planned, but with what was computed taking as long as it did.
 
-        What is above it, messages and sums have cost; what is below, costs that were measured before have hidden.
+        What is above it, messages, sums and reading have cost; what is below, costs that were measured before have
+        hidden.
         """
         schedule = self.timeline.schedule
         taken = [
@@ -169,7 +179,8 @@ def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
     Returns:
         ``steps``: how many, of one pipeline each or of those that exchange features; ``planned_ms``, ``computed_ms``
         and ``run_ms``: medians of them, from the first action to the last, ``computed_ms`` as planned but for what was
-        computed, which takes as long as it did; ``largest``: by node, worker and kind of action (``1F``:
+        computed, which takes as long as it did; ``reading_ms``: the median of what the worker took to read samples
+        that took longest; ``largest``: by node, worker and kind of action (``1F``:
         stage and what is done) the median time that was planned and that it took, those first that differ most in a
         whole step.
     """
@@ -200,6 +211,7 @@ def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
         "planned_ms": round(median(step.timeline.iteration_ms for step in steps), 3),
         "computed_ms": round(median(step.computed_ms for step in steps), 3),
         "run_ms": round(median(step.run_ms for step in steps), 3),
+        "reading_ms": round(median(step.reading_ms for step in steps), 3),
         "largest": found[:_MOST_DIFFERENCES],
     }
 
@@ -209,7 +221,8 @@ def differences_text(found: Mapping[str, Any]) -> str:
     ratio = found["run_ms"] / found["planned_ms"] if found["planned_ms"] else 1.0
     lines = [
         f"from the first action to the last: planned {duration(found['planned_ms'])}, run {duration(found['run_ms'])} "
-        f"({ratio:.2f}x), without messages and sums {duration(found['computed_ms'])}; most differ:"
+        f"({ratio:.2f}x), without messages, sums and reading {duration(found['computed_ms'])}; "
+        f"a worker reads for up to {duration(found['reading_ms'])}; most differ:"
     ]
     for each in found["largest"]:
         times = f"planned {duration(each['planned_ms'])}, run {duration(each['run_ms'])}"
@@ -220,6 +233,12 @@ def differences_text(found: Mapping[str, Any]) -> str:
 def _times(row: TracedStep) -> dict[str, tuple[int, int]]:
     """Return when each of a worker's actions began and ended, in their order."""
     return {span.name: (span.start_ns, span.end_ns) for span in row.spans if span.category == ACTION}
+
+
+def _readings(row: TracedStep) -> list[tuple[int, int]]:
+    """Return when a worker began and ended to read what its cells need."""
+    of_row = [span for span in row.spans if span.category == PART and span.name.partition(" ")[0] == _READING]
+    return [(span.start_ns, span.end_ns) for span in of_row]
 
 
 def _is_finished(row: TracedStep) -> bool:

@@ -125,6 +125,9 @@ class Executor:
                 self._comm.check()  # a step that is given up is not worth another microbatch
                 for phase in _phases(action):
                     self._faults.reach(phase, work.step, action.lane.unit)
+                if action.op is Op.FORWARD and not self._is_idle(action):  # reading is no part of what is planned
+                    for part in of_row.parts(of_row.stage(action), action.index):
+                        self._batch(part)
                 named = record_function(str(action)) if profiled else _NOT_RECORDED
                 with self.span_recorder.during(action), named:
                     self._handler(action)(self, action)
@@ -139,8 +142,10 @@ class Executor:
         return self._losses
 
     def _handler(self, action: Action) -> Callable[[Executor, Action], None]:
-        idle = action.op is not Op.REDUCE and (action.lane, action.index) in self._work.idle
-        return _RUN_IDLE.get(action.op, _do_nothing) if idle else _RUN[action.op]
+        return _RUN_IDLE.get(action.op, _do_nothing) if self._is_idle(action) else _RUN[action.op]
+
+    def _is_idle(self, action: Action) -> bool:
+        return action.op is not Op.REDUCE and (action.lane, action.index) in self._work.idle
 
     def _tell_where(self, error: Exception, action: Action) -> None:
         """Add to an error at which action it came; a broken connection is on the way to recovery, and gets no table."""

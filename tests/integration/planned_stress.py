@@ -1,25 +1,27 @@
 """Drills planned jobs at random: ``python -m tests.integration.planned_stress --minutes 60``.
 
-Each run has a planner, a schedule and failures drawn from its seed, one after the other with joins between
-(:mod:`tests.integration.drills`), and a time limit: one that hangs is killed and reported. A seed is run again with
-``--minutes 0 --seed S``, and with another planner by ``--planner NAME``. Exit code 0 if nothing was wrong with any run,
-else 1.
+Each run has a planner, a schedule, one or two workers on each node and failures drawn from its seed, one after the
+other with joins between (:mod:`tests.integration.drills`), and a time limit: one that hangs is killed and reported. A
+seed is run again with ``--minutes 0 --seed S``, and with another planner by ``--planner NAME``. Exit code 0 if nothing
+was wrong with any run, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from resilient.planners.registry import AUTO, PLANNERS
-from tests.integration.drills import Drill, run_drills
+from tests.integration.drills import FEWEST, Drill, run_drills
 from tests.integration.harness import Processes
 
 NUM_DRILLS = 5
@@ -28,26 +30,81 @@ IN_STEP = ("forward", "send", "backward", "part", "weight", "return", "reduce", 
 AT_BEGINNING = ("regroup", "copy", "assign")
 
 
-def draw(seed: int, planner: str | None) -> tuple[list[str], list[Drill], random.Random]:
-    """Return planner and options of a seed's job, its drills, and what chooses among nodes.
+SHARDING = ("resilient", AUTO)
+"""Planners that may have the workers of a node divide all units."""
 
-    All but the planner is the same whether one is given or not.
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnJob:
+    """What is drawn from a seed.
+
+    Args:
+        planner: Its planner.
+        arguments: Of its script, beside the usual ones.
+        fewest: Nodes of the smallest pipelines asked for.
+        workers_per_node: Of each node.
+        drills: What is done to it.
+    """
+
+    planner: str
+    arguments: tuple[str, ...]
+    fewest: int
+    workers_per_node: int
+    drills: tuple[Drill, ...]
+
+    def __str__(self) -> str:
+        nodes = f"pipelines of {self.fewest} or more nodes of {self.workers_per_node}"
+        return f"{' '.join((self.planner, *self.arguments))}, {nodes}: {', '.join(map(str, self.drills))}"
+
+
+def draw(seed: int, planner: str | None) -> tuple[DrawnJob, random.Random]:
+    """Return a seed's job, and what chooses among nodes.
+
+    With two workers a node, pipelines have half as many nodes. All that does not follow from the planner is the same
+    whether one is given or not.
     """
     rng = random.Random(seed)
     drawn = rng.choice([*PLANNERS, AUTO])
-    options = [
-        planner or drawn,
-        "--schedule",
-        rng.choice(("1f1b", "zb-h1")),
-        *rng.choice([[], [], ["--frozen"]]),
-    ]
+    planner = planner or drawn
+    arguments = ["--schedule", rng.choice(("1f1b", "zb-h1")), *rng.choice([[], [], ["--frozen"]])]
     drills: list[Drill] = []
     for _ in range(NUM_DRILLS):
         during = rng.choice(("", "", "", "loss", "join", "leave"))
         phase = rng.choice(AT_BEGINNING if during else IN_STEP)
         also = "" if during else rng.choice(("", "", "encoder", "language", "any"))
         drills.append(Drill(kind=rng.choice(KINDS), phase=phase, during=during, also=also))
-    return options, drills, rng
+    workers = rng.choice((1, 1, 2))
+    always = rng.choice((True, False))
+    if planner in SHARDING and workers > 1 and always:  # whatever is faster
+        arguments += ["--always", "sharded"]
+    fewest = -(-FEWEST.get(planner, 2) // workers)
+    job = DrawnJob(
+        planner=planner,
+        arguments=tuple(arguments),
+        fewest=fewest,
+        workers_per_node=workers,
+        drills=tuple(drills),
+    )
+    return job, rng
+
+
+def drilled(seed: int, planner: str | None, root: Path) -> tuple[bool, str]:
+    """Run a seed's job in this process; return whether it was right, and what is to be said of it."""
+    job, rng = draw(seed, planner)
+    folder = root / f"seed-{seed}"
+    if "--always" in job.arguments:  # others ask the same planner
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    found = run_drills(
+        folder,
+        job.drills,
+        job.planner,
+        *job.arguments,
+        fewest=job.fewest,
+        workers_per_node=job.workers_per_node,
+        choose=rng.choice,
+    )
+    missed = f" ({'; '.join(found.missed)})" if found.missed else ""
+    return not found.wrong, f"{'; '.join(found.wrong) or 'right'}{missed}"
 
 
 def main() -> int:
@@ -62,33 +119,31 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(highlight=False)
     root = options.run_dir or Path(tempfile.mkdtemp(prefix="resilient-planned-stress-"))
+    root.mkdir(parents=True, exist_ok=True)
     if options.here:
-        what, drills, rng = draw(options.seed, options.planner)
-        drilled = run_drills(root / f"seed-{options.seed}", drills, *what, choose=rng.choice)
-        missed = f" ({'; '.join(drilled.missed)})" if drilled.missed else ""
-        console.print(f"{'; '.join(drilled.wrong) or 'right'}{missed}", markup=False, soft_wrap=True)
-        return int(bool(drilled.wrong))
+        is_right, told = drilled(options.seed, options.planner, root)
+        console.print(told, markup=False, soft_wrap=True)
+        return int(not is_right)
     until, seed, num_wrong = time.monotonic() + 60 * options.minutes, options.seed, 0
     while seed == options.seed or time.monotonic() < until:
-        what, drills, _ = draw(seed, options.planner)
+        job, _ = draw(seed, options.planner)
         line = [sys.executable, "-m", "tests.integration.planned_stress", "--here", "--seed", str(seed)]
         line += ["--planner", options.planner] if options.planner else []
         log = root / f"seed-{seed}.log"
         with log.open("w") as file:
-            job = subprocess.Popen(
+            process = subprocess.Popen(
                 [*line, "--run-dir", str(root)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                job.wait(options.limit_s)
+                process.wait(options.limit_s)
             except subprocess.TimeoutExpired:
                 family = Processes()  # the nodes do not die with their launcher
-                family.take_in_children(job.pid)
+                family.take_in_children(process.pid)
                 family.kill()
-                job.wait()
-        said = f"killed after {options.limit_s:.0f} s" if job.returncode < 0 else log.read_text().strip()
-        num_wrong += job.returncode != 0
-        told = f"seed {seed}: {' '.join(what)}: {', '.join(map(str, drills))}: {said}"
-        console.print(told, markup=False, soft_wrap=True)
+                process.wait()
+        said = f"killed after {options.limit_s:.0f} s" if process.returncode < 0 else log.read_text().strip()
+        num_wrong += process.returncode != 0
+        console.print(f"seed {seed}: {job}: {said}", markup=False, soft_wrap=True)
         seed += 1
     console.print(f"{seed - options.seed} runs, {num_wrong} wrong; see {root}", markup=False, soft_wrap=True)
     return int(num_wrong > 0)

@@ -103,7 +103,7 @@ def pipeline_configurations(
             "planner",
             f"have an answer for one pipeline on {sizes[0]} to {sizes[-1]} nodes",
             f"{planner.name!r}, which has none: {refusal}",
-            "choose another one",
+            "choose another one, or other min_pipeline_nodes",
         ) from refusal
     return found
 

@@ -14,6 +14,7 @@ from resilient.agent.launch_options import LaunchOptions
 from resilient.cli import run as cli
 from resilient.cli.app import app
 from resilient.cli.run import parse_injection
+from resilient.planners.registry import AUTO, PLANNERS
 from resilient.protocol.messages import Injection
 
 
@@ -188,6 +189,15 @@ def test_nodes_and_token_are_read(
     assert result.exit_code == 0, result.output
     (options,) = seen
     assert (options.num_nodes, options.most_nodes, options.local_nodes, options.token) == told
+
+
+def test_unknown_planner_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    result = CliRunner().invoke(app, ["run", "--planner", "entrian", str(tmp_path / "s.py")])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"error: --planner must be one of {', '.join((AUTO, *PLANNERS))}, got 'entrian'; did you mean 'entrain'?\n"
+    )
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "4:", ":4", "4:3", "4:5:6", "²"])

@@ -41,6 +41,8 @@ class Pictures:
 class Model:
     """Measures what :class:`Pictures` gives; cannot be trained on sample 4."""
 
+    units: Mapping[str, tuple[str, ...]] = {"vision": (), "llm": ("vision",)}
+
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         if len(sample["vision.pixels"]) == 4:
             raise SampleError(f"{name}: must have fewer pictures, got 4; leave one out")
@@ -60,6 +62,11 @@ class Said(Pictures):
 
     def lengths(self, index: int) -> Any:
         return {0: {"vision": [], **TEXT}, 1: {"vision": [1], **TEXT}, 2: {"vision": [1, 1], **TEXT}, 3: 7}[index]
+
+
+class SaidOther(Pictures):
+    def lengths(self, index: int) -> Any:
+        return {"image": [1], **TEXT}
 
 
 class SaidZero(Pictures):
@@ -158,6 +165,11 @@ def test_a_sample_that_has_changed_is_named() -> None:
             "image], 'llm': [tokens of its text]}",
         ),
         (SaidZero(), 0, "lengths(0) of SaidZero must be >= 1, got 0; leave out sequences without tokens"),
+        (
+            SaidOther(),
+            0,
+            "lengths(0) of SaidOther must be of the model's units, vision, llm, got image; rename or leave out",
+        ),
     ],
 )
 def test_what_is_no_lengths_is_refused(dataset: Pictures, index: int, message: str) -> None:

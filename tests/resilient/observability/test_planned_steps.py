@@ -117,10 +117,20 @@ def test_differences_are_told_the_largest_first() -> None:
         {"node": 4, "local_rank": 0, "action": "0F", "planned_ms": 2.0, "run_ms": 2.5},
     ]
     assert differences_text({**found, "largest": found["largest"][:1]}) == (
-        "from the first action to the last: planned 18 ms, run 20 ms (1.11x), without messages and sums 15 ms; "
-        "most differ:\n"
+        "from the first action to the last: planned 18 ms, run 20 ms (1.11x), without messages, sums and reading 15 "
+        "ms; a worker reads for up to 0 ms; most differ:\n"
         "  node 3, worker 1: 1B planned 4 ms, run 2.5 ms"
     )
+
+
+def test_reading_is_told_apart_and_belongs_to_the_step() -> None:
+    first, last = run_of(ONE_F_ONE_B, run_ms=2.0)
+    reads = (RecordedSpan(PART, "load 0", -5 * MS, -MS, 1), RecordedSpan(PART, "load 1", 2 * MS, 3 * MS, 1))
+    (without,) = planned_steps([first, last])
+    (step,) = planned_steps([msgspec.structs.replace(first, spans=(*reads, *first.spans)), last])
+    assert step.run_ms == without.run_ms + 5
+    assert step.computed_ms == without.computed_ms
+    assert (without.reading_ms, step.reading_ms) == (0, 5)
 
 
 def test_plans_lie_on_threads_beside_the_workers() -> None:

@@ -131,8 +131,10 @@ def test_no_other_placement_copies_less_of_those_that_hardly_take_longer(data: s
     assert found.copied_bytes == sum(received(ours))
     assert found.busiest_bytes == busiest(ours)
     orders = list(permutations(live, len(needed)))
-    cheapest = [order for order in orders if sum(received(order)) == min(sum(received(each)) for each in orders)]
-    if found.copied_bytes > sum(received(cheapest[0])):
+    copied = [sum(received(order)) for order in orders]
+    least = min(copied)
+    cheapest = [order for order, num_bytes in zip(orders, copied, strict=True) if num_bytes == least]
+    if found.copied_bytes > least:
         # More is copied only where that is less for the node that receives most, and takes hardly longer.
         assert max(received(ours)) < min(max(received(order)) for order in cheapest)
         assert found.busiest_bytes <= 1.05 * max(map(busiest, cheapest))

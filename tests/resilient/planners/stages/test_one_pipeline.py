@@ -122,7 +122,7 @@ def test_a_planner_without_an_answer_is_refused_by_name() -> None:
     message = (
         "planner must have an answer for one pipeline on 2 to 3 nodes, got 'fsdp', which has none: num_pipelines must "
         "be one that 'fsdp' has an answer for, on all devices, and without sharding beyond a node, got 1 on 3 of 1 "
-        "devices; use other numbers of nodes, or another planner; choose another one"
+        "devices; use other numbers of nodes, or another planner; choose another one, or other min_pipeline_nodes"
     )
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         pipeline_configurations(planner("fsdp"), setting, known, range(2, 4))
