@@ -182,7 +182,7 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
     ]
     groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
     copying = [(transfer.source, transfer.target) for transfer in message.transfers]
-    exchanging = pairs_over_nccl(context.job, message.plan)
+    exchanging = pairs_over_nccl(message.plan, context.job.planner, context.job.schedule)
     comm = connect(
         generation=message.generation,
         rank=message.rank,
