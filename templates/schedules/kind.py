@@ -119,14 +119,14 @@ def chunks_in_flight(kind: ScheduleKind, num_rows: int, num_chunks: int, num_mic
         return np.minimum(num_rows - row, num_microbatches)
     if kind is ScheduleKind.ZB_V:
         return np.minimum(np.where(chunk == 0, 2 * num_rows - row, row + 1), num_microbatches)
-    further = 2 * (num_rows - 1 - row) if kind is ScheduleKind.INTERLEAVED else num_rows - 1
-    most = np.zeros((num_rows, num_chunks), dtype=np.int64)
-    for number in range(1, min(num_microbatches, num_rows * (num_rows + 2)) + 1):
-        rounds = max(1, number // num_rows)
-        smallest, largest = number // rounds, -(-number // rounds)
-        warmup = (num_chunks - 1) * largest + further
-        later = num_chunks - 1 - 2 * chunk
-        among = warmup + later * np.where(later > 0, largest, smallest) + 1
-        full, rest = np.divmod(among, num_chunks * smallest)
-        most = np.maximum(most, np.minimum(full * largest + np.minimum(rest, largest), number))
-    return most
+    further = 2 * (num_rows - 1 - row) if kind is ScheduleKind.INTERLEAVED else np.full_like(row, num_rows - 1)
+    numbers = np.arange(1, min(num_microbatches, num_rows * (num_rows + 2)) + 1)
+    rounds = np.maximum(1, numbers // num_rows)
+    groups = np.stack([numbers // rounds, -(-numbers // rounds)])  # the smallest and the largest
+    last = np.append((np.diff(groups) != 0).any(axis=0), True)  # of equal ones the greatest number has the most
+    smallest, largest, number = (each[last][:, None, None] for each in (*groups, numbers))
+    warmup = (num_chunks - 1) * largest + further
+    later = num_chunks - 1 - 2 * chunk
+    among = warmup + later * np.where(later > 0, largest, smallest) + 1
+    full, rest = np.divmod(among, num_chunks * smallest)
+    return np.minimum(full * largest + np.minimum(rest, largest), number).max(axis=0)

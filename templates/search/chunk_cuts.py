@@ -44,14 +44,26 @@ class Room(NamedTuple):
 
 
 @compiled
-def stage_cost(costs: SingleDeviceCosts, room: Room, row: int, chunk: int, i: int, j: int) -> tuple[int, int, int, int]:
-    """Return time with activations kept and with checkpoints, and the bytes of both, of layers ``i .. j - 1``."""
-    in_flight = room.in_flight[chunk, row]
-    plain = costs.work[j] - costs.work[i] + costs.send[room.source[chunk, row], i]
+def stage_cost(costs: SingleDeviceCosts, in_flight: int, source: int, i: int, j: int) -> tuple[int, int, int, int]:
+    """Return time with activations kept and with checkpoints, and the bytes of both, of layers ``i .. j - 1``.
+
+    Args:
+        costs: Of layers.
+        in_flight: Microbatches that the stage keeps.
+        source: Where its messages come from, as the first dimension of the costs' ``send``.
+        i: First layer.
+        j: One past the last one.
+    """
+    plain = costs.work[j] - costs.work[i] + costs.send[source, i]
     again = plain + (costs.forward[j] - costs.forward[i] if costs.next_backward[i] < j else 0)
     kept = costs.held[i, j] + in_flight * costs.kept[i, j] + costs.workspace[i, j]
     inputs = costs.held[i, j] + in_flight * costs.inputs[i, j] + costs.largest[i, j]
     return plain, again, kept, inputs
+
+
+@compiled
+def _room_cost(costs: SingleDeviceCosts, room: Room, row: int, chunk: int, i: int, j: int) -> tuple[int, int, int, int]:
+    return stage_cost(costs, room.in_flight[chunk, row], room.source[chunk, row], i, j)
 
 
 @compiled
@@ -62,7 +74,7 @@ def _needed(
 
     More than any time, where its memory does not hold them.
     """
-    plain, again, kept, inputs = stage_cost(costs, room, row, chunk, i, j)
+    plain, again, kept, inputs = _room_cost(costs, room, row, chunk, i, j)
     others = room.others[row]
     if kept + before[2] + others[2] <= room.memory:
         return plain + before[0] + others[0]
@@ -137,14 +149,14 @@ def _next_row(
             continue
         i, j, stop = first + at, begin, end - following
         if following == 0:
-            own = stage_cost(costs, room, row, 0, i, middle)
+            own = _room_cost(costs, room, row, 0, i, middle)
             needed = _needed(costs, room, row, 1, own, begin, end)
             if needed > room.time:
                 next_time = min(next_time, needed)
             elif end > farthest[row + 1, middle - first]:
                 farthest[row + 1, middle - first], came_from[row + 1, middle - first] = end, at
             continue
-        least = stage_cost(costs, room, row, 0, i, i + 1)
+        least = _room_cost(costs, room, row, 0, i, i + 1)
         while j < stop:
             half = (j + stop + 1) >> 1
             needed = _needed(costs, room, row, 1, least, begin, half)
@@ -153,7 +165,7 @@ def _next_row(
             else:
                 stop, next_time = half - 1, min(next_time, needed)
         for i_end in range(i + 1, min(middle - following, room.first_end if row == 0 else middle) + 1):
-            own = stage_cost(costs, room, row, 0, i, i_end)
+            own = _room_cost(costs, room, row, 0, i, i_end)
             while j > begin:
                 needed = _needed(costs, room, row, 1, own, begin, j)
                 if needed <= room.time:
@@ -198,7 +210,7 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
             if earliest > 0:
                 next_time = min(next_time, costs.work[end] - costs.work[earliest - 1])
             for i_end in range(i + 1, min(end - 2 * following, room.first_end + 1 if row == 0 else end)):
-                own = stage_cost(costs, room, row, 0, i, i_end)
+                own = _room_cost(costs, room, row, 0, i, i_end)
                 j = max(earliest, i_end + 2 * following)
                 while j < end:
                     needed = _needed(costs, room, row, 1, own, j, end)
@@ -252,7 +264,7 @@ def even_chunk(costs: SingleDeviceCosts, room: Room, first: int, end: int, ends:
                     break
                 if _needed(costs, room, row, 0, nothing, i, j) > room.time:
                     break
-                plain, again, kept, _ = stage_cost(costs, room, row, 0, i, j)
+                plain, again, kept, _ = _room_cost(costs, room, row, 0, i, j)
                 others = room.others[row]
                 own, whole = plain, plain + others[0]
                 if kept + others[2] > room.memory:

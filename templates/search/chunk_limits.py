@@ -27,6 +27,9 @@ TIME, MEMORY = 0, 1
 _CLOSE = 1000
 """A limit is not lowered where that would be by less than one part of so many."""
 
+_SHORT = 100
+"""Layers up to which lower limits are tried where one just below the least is too low."""
+
 _STEPS = 1_000_000
 """Of loops, in which a limit is tried; takes about 5 ms. Of long models not every layer is tried as a chunk's first."""
 
@@ -43,6 +46,7 @@ class ChunkCuts:
     Attributes:
         kept: Microbatches that each stage keeps. [stages]
         stage_at: The stages of chunks and rows. [chunks, rows]
+        is_short: Whether the model has so few layers that looks at limits take no time.
         leads_back: Whether the second chunk leads back up the rows.
     """
 
@@ -54,6 +58,7 @@ class ChunkCuts:
         self.kept = in_flight[row_of, chunk_of]
         self.stage_at = np.empty((self.num_chunks, self.num_rows), dtype=np.int64)
         self.stage_at[chunk_of, row_of] = np.arange(len(row_of))
+        self.is_short = len(costs.work) <= _SHORT
         self.leads_back = self.num_chunks == 2 and int(self.stage_at[1, 0]) == len(row_of) - 1
 
     def best(self, bounds: ChunkTable, limit: int | None, first_end: int = UNLIMITED) -> ChunkTable:
@@ -144,19 +149,30 @@ class _Limited:
         while better:
             better = False
             for chunk in range(pairs):
-                low, high = floor - 1, self._cuts.most(bounds, of, self._memory)
-                limit = floor
-                while low < limit < high:
-                    times = of == TIME
-                    lacking, found = self._under(
-                        bounds, chunk, limit if times else UNLIMITED, self._memory if times else limit
-                    )
-                    if lacking:
-                        low = lacking - 1 if times else limit
-                    else:
-                        bounds, better = found, pairs > 1
-                        high = self._cuts.most(bounds, of, self._memory)
-                    limit = (low + high) // 2 if high - low > high // _CLOSE else low
+                found = self._pair_lowered(bounds, chunk, of, floor)
+                better |= pairs > 1 and found is not bounds
+                bounds = found
+        return bounds
+
+    def _pair_lowered(self, bounds: ChunkTable, chunk: int, of: int, floor: int) -> ChunkTable:
+        """Return the same with a chunk and the next one cut anew; the cut itself where none with a lower limit is."""
+        low, high = floor - 1, self._cuts.most(bounds, of, self._memory)
+        limit, lower = floor, False
+        while low < limit < high:
+            lacking, found = self._under(bounds, chunk, of, limit)
+            if lacking:
+                low = lacking - 1 if of == TIME else limit
+            else:
+                bounds, lower = found, False
+                high = self._cuts.most(bounds, of, self._memory)
+            if high - low <= high // _CLOSE:
+                break
+            # where messages differ one may be found under a lower limit alone, so only long models are spared the looks
+            below = high - high // (2 * _CLOSE) - 1
+            lower = lower or self._cuts.is_short or self._under(bounds, chunk, of, below)[0] == 0
+            if not lower:
+                break
+            limit = (low + high) // 2
         return bounds
 
     def evened(self, bounds: ChunkTable) -> ChunkTable:
@@ -173,16 +189,17 @@ class _Limited:
                 even_chunk(cuts.costs, room, int(bounds[first]), int(bounds[end]), bounds[first + 1 : end + 1])
         return bounds
 
-    def _under(self, bounds: ChunkTable, chunk: int, time: int, memory: int) -> tuple[int, ChunkTable]:
-        """Return a cut within limits in which a chunk and the next one are cut anew.
+    def _under(self, bounds: ChunkTable, chunk: int, of: int, limit: int) -> tuple[int, ChunkTable]:
+        """Return a cut within a limit on time or memory in which a chunk and the next one are cut anew.
 
         Before it 0, or where none is found the least time under which more can be tried.
         """
         from resilient.templates.search.chunk_cuts import cut_pair, cut_there_and_back
 
         cuts, rows = self._cuts, self._cuts.num_rows
+        limits = (limit, self._memory, self._first_end) if of == TIME else (UNLIMITED, limit, self._first_end)
         first, middle, end = (int(bounds[(chunk + of) * rows]) for of in range(3))
-        room = cuts.room(bounds, range(chunk, chunk + 2), np.arange(rows), (time, memory, self._first_end))
+        room = cuts.room(bounds, range(chunk, chunk + 2), np.arange(rows), limits)
         ends, found = np.empty((2, rows), dtype=np.int64), bounds.copy()
         if cuts.leads_back:
             lacking = cut_there_and_back(cuts.costs, room, ends)

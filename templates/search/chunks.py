@@ -86,6 +86,7 @@ class ChunkSearch:
         self._single = single._replace(send=np.pad(single.send, ((0, 1), (0, 0))))  # none where stages share a row
         if not problem.activation_checkpointing:
             self._single = self._single._replace(largest=np.full_like(self._single.largest, UNLIMITED))
+        self._state_bytes = sum(layer.device_bytes(problem.profile.tp_degrees[0]) for layer in problem.profile.layers)
         self._cuts: dict[int, _Rated] = {}
 
     @property
@@ -182,6 +183,8 @@ class ChunkSearch:
             number, num_layers = self._in_flight(size).size, self.costs.num_layers
             if number == 1:
                 bounds = np.array([[0, num_layers]])
+            elif self._too_large(size):
+                bounds = np.empty((0, number + 1), dtype=np.int64)
             elif math.comb(num_layers - 1, number - 1) <= _FEW:
                 bounds = _every(num_layers, number)
             else:
@@ -189,6 +192,11 @@ class ChunkSearch:
             rated = self._rate(size, bounds)
             self._cuts[size] = rated.at(np.flatnonzero(rated.lacking == 0))
         return self._cuts[size]
+
+    def _too_large(self, size: int) -> bool:
+        """Return whether the states alone, each in one place, are more than all rows hold."""
+        limit = self.problem.cluster.memory_bytes
+        return limit is not None and self._state_bytes > self._num_rows(size) * limit
 
     def _found(self, size: int, num_stages: int) -> ChunkTable:
         """Return the cuts that the search finds: the one with the fastest rows, and with less to sum in the end.
@@ -207,29 +215,27 @@ class ChunkSearch:
                 found.append(cuts.best(fastest, limit, first_end=end))
         if num_stages <= _MOST_MOVED:
             begin = np.concatenate((fastest[None], _drawn(self.costs.num_layers, num_stages)))
-            found += [cut for count in {1, self.problem.most_microbatches} for cut in self._moved(size, begin, count)]
+            found += self._moved(size, cuts, begin)
         return np.unique(np.stack([*starts, *found]), axis=0)
 
-    def _moved(self, size: int, now: ChunkTable, num_microbatches: int) -> ChunkTable:
-        """Return where cuts come to by moves of one or two bounds that make a step shorter, the best one each time."""
-        moves, done = _moves(now.shape[1]), list[ChunkTable]()
-        rated = self._rate(size, now)
-        lacking, steps = rated.lacking, rated.fill + rated.sync + num_microbatches * rated.slowest
-        while len(now):
-            tried = (now[:, None] + moves).reshape(-1, now.shape[1])
-            of = np.repeat(np.arange(len(now)), len(moves))
-            possible = (np.diff(tried, axis=1) > 0).all(axis=1)
-            tried, of = tried[possible], of[possible]
-            rated = self._rate(size, tried)
-            took = rated.fill + rated.sync + num_microbatches * rated.slowest
-            order = np.lexsort((took, rated.lacking, of))
-            _, first = np.unique(of[order], return_index=True)
-            best = order[first]
-            less, same = rated.lacking[best] < lacking, rated.lacking[best] == lacking
-            better = less | (same & (took[best] < steps))
-            done.append(now[~better])
-            now, lacking, steps = tried[best][better], rated.lacking[best][better], took[best][better]
-        return np.concatenate(done)
+    def _moved(self, size: int, cuts: ChunkCuts, now: ChunkTable) -> list[ChunkTable]:
+        """Return where cuts come to by moves that make a step of one microbatch shorter, or one of all of them."""
+        from resilient.templates.search.chunk_moves import Rows, move_bounds
+
+        limit, found = self.problem.cluster.memory_bytes, list[ChunkTable]()
+        for num_microbatches in {1, self.problem.most_microbatches}:
+            rows = Rows(
+                in_flight=cuts.kept,
+                source=cuts.source,
+                stages=cuts.stage_at.T.copy(),
+                memory=UNLIMITED if limit is None else limit,
+                checkpoints=self.problem.activation_checkpointing and limit is not None,
+                num_microbatches=num_microbatches,
+            )
+            moved = now.copy()
+            move_bounds(self._single, rows, _moves(now.shape[1]), moved)
+            found += [*moved]
+        return found
 
     def _rate(self, size: int, bounds: ChunkTable) -> _Rated:
         single, limit, row_of = self._single, self.problem.cluster.memory_bytes, self._row_of(size)

@@ -11,7 +11,6 @@ go on from the plan before, down to the fewest nodes that f + 1 pipelines can ha
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,9 @@ MOST_LOSSES = 48
 
 OnProgress = Callable[[int, int], None]
 """Called with how many plans were made and how many there are to make."""
+
+_SLOWEST = 1_000_000
+"""Times that a node may be slower than others: its steps are still a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +238,10 @@ def build_plan_report(
 
 
 def _check_slow(slow: Sequence[float], num_nodes: int, share: str | None) -> None:
-    if len(slow) > num_nodes or not all(1 <= factor < math.inf for factor in slow):
+    if len(slow) > num_nodes or not all(1 <= factor <= _SLOWEST for factor in slow):
         raise ArgumentError(
             "slow",
-            f"be a number >= 1 for each of at most {num_nodes} nodes",
+            f"be a number from 1 to {_SLOWEST} for each of at most {num_nodes} nodes",
             ", ".join(f"{factor:g}" for factor in slow),
             "1 is as fast as the others, 2 takes twice as long",
         )

@@ -49,7 +49,7 @@ DeviceOption = Annotated[
     str | None,
     typer.Option("--device", callback=full_device, help="The accelerator; with --profile for memory and links alone."),
 ]
-GpusOption = Annotated[int, typer.Option("--gpus-per-node", callback=within(1), help="Devices of each node.")]
+GpusOption = Annotated[int, typer.Option("--gpus-per-node", callback=within(1, 100_000), help="Devices of each node.")]
 NetworkOption = Annotated[
     float | None,
     typer.Option("--network-gbit-s", help="Between two nodes, for each device; the usual network by default."),

@@ -22,7 +22,7 @@ from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search import chunks
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
-from tests.templates.jobs import enough_nodes, problems, profile, schedule_alone
+from tests.templates.jobs import MIB, enough_nodes, problems, profile, schedule_alone
 from tests.templates.search.every_cut import every_cut, uneven_job
 from tests.templates.search.stage_bytes import StageBytes
 from tests.templates.simulated_steps import simulate_template
@@ -166,6 +166,19 @@ def test_four_hundred_uneven_layers_are_cut_in_seconds() -> None:
     assert time.process_time() - started < 5, "takes a third of that alone on a machine"
     for (template,) in templates.layouts:
         assert template.slowest_ms <= 1.02 * sum(times) / template.num_nodes
+
+
+def test_sizes_that_memory_does_not_suffice_for_are_told_soon() -> None:
+    """Of four hundred layers with gradient sums; those of one to fourteen nodes do not fit."""
+    draw = random.Random(0)
+    layers = profile([draw.uniform(0.5, 2.0) for _ in range(400)], 100, activation_bytes=9, input_bytes=1)
+    cluster = Cluster(memory_bytes=4000, inter_node=Link(latency_ms=0.1, bytes_per_s=1e4))
+    problem = job([1.0], 1, profile=layers, cluster=cluster)
+    plan_templates(job([1.0] * 40, 3, cluster=Cluster(memory_bytes=MIB * 40)), 3)  # compiles
+    started = time.process_time()
+    templates = plan_templates(problem, 30)
+    assert time.process_time() - started < 5, "takes a third of that alone on a machine"
+    assert templates.sizes[0] == 15
 
 
 @settings(max_examples=15)

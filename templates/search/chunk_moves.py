@@ -1,0 +1,121 @@
+"""The compiled loop that makes cuts with several stages in each row better, bound by bound.
+
+Import it where it is needed: it loads numba.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from resilient.templates.common.arrays import Ints
+from resilient.templates.common.compiled import compiled
+from resilient.templates.search.chunk_cuts import stage_cost
+from resilient.templates.search.stage_cost_model import SingleDeviceCosts
+
+_FARTHEST = 2
+"""Layers by which a move shifts a bound at most."""
+
+_SHIFTS = 2 * _FARTHEST + 1
+
+_PLAIN, _AGAIN, _KEPT, _INPUTS, _PUT_OFF = range(5)
+"""What is known of a stage: its times, its bytes, and twice what its schedule puts off."""
+
+
+class Rows(NamedTuple):
+    """The rows of a pipeline.
+
+    Args:
+        in_flight: Microbatches that the stages keep. [stages]
+        source: Where messages before them come from, as the first dimension of the costs' ``send``. [stages]
+        stages: The stages of each row. [rows, chunks]
+        memory: Most bytes of a row.
+        checkpoints: Whether rows may checkpoint.
+        num_microbatches: Of the step that is to be short.
+    """
+
+    in_flight: Ints
+    source: Ints
+    stages: Ints
+    memory: int
+    checkpoints: bool
+    num_microbatches: int
+
+
+@compiled
+def move_bounds(costs: SingleDeviceCosts, rows: Rows, moves: Ints, cuts: Ints) -> None:
+    """Move the bounds of cuts as long as that makes a step shorter, or less lack, by the best of the moves each time.
+
+    Args:
+        costs: Of layers.
+        rows: What they are cut for.
+        moves: What bounds can move by. [moves, stages + 1]
+        cuts: Those to begin with, which are changed. [cuts, stages + 1]
+    """
+    num_stages = cuts.shape[1] - 1
+    near = np.empty((num_stages, _SHIFTS, _SHIFTS, _PUT_OFF + 1), dtype=np.int64)
+    still = np.zeros(num_stages + 1, dtype=np.int64)
+    for bounds in cuts:
+        _rate_near(costs, rows, bounds, near)
+        lacking, took = _step(costs, rows, near, bounds, still)
+        while True:
+            best = -1
+            for index in range(len(moves)):
+                if not _possible(bounds, moves[index]):
+                    continue
+                lacks, takes = _step(costs, rows, near, bounds, moves[index])
+                if lacks < lacking or (lacks == lacking and takes < took):
+                    best, lacking, took = index, lacks, takes
+            if best < 0:
+                break
+            bounds += moves[best]
+            _rate_near(costs, rows, bounds, near)
+
+
+@compiled
+def _possible(bounds: Ints, move: Ints) -> bool:
+    least = 1
+    for stage in range(len(bounds) - 1):
+        least = min(least, bounds[stage + 1] + move[stage + 1] - bounds[stage] - move[stage])
+    return least > 0
+
+
+@compiled
+def _rate_near(costs: SingleDeviceCosts, rows: Rows, bounds: Ints, near: Ints) -> None:
+    """Fill in what stages cost whose bounds are shifted. [stages, shifts, shifts, what is known]"""
+    num_layers = bounds[-1]
+    for stage in range(len(bounds) - 1):
+        for first in range(_SHIFTS):
+            i = bounds[stage] + first - _FARTHEST
+            for end in range(_SHIFTS):
+                j = bounds[stage + 1] + end - _FARTHEST
+                if i < 0 or j <= i or j > num_layers:
+                    continue
+                cost = stage_cost(costs, rows.in_flight[stage], rows.source[stage], i, j)
+                for kind in range(_PUT_OFF):
+                    near[stage, first, end, kind] = cost[kind]
+                near[stage, first, end, _PUT_OFF] = 2 * (costs.weights[j] - costs.weights[i])
+
+
+@compiled
+def _step(costs: SingleDeviceCosts, rows: Rows, near: Ints, bounds: Ints, move: Ints) -> tuple[int, float]:
+    """Return the bytes that a moved cut lacks, and how long its step takes."""
+    num_rows, num_chunks = rows.stages.shape
+    lacking, slowest, filling, sum_filling = 0, -1, 0, 0
+    for row in range(num_rows):
+        kept = inputs = plain = again = 0
+        for stage in rows.stages[row]:
+            of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
+            plain, again, kept, inputs = plain + of[_PLAIN], again + of[_AGAIN], kept + of[_KEPT], inputs + of[_INPUTS]
+        checkpoints = rows.checkpoints and kept > rows.memory
+        lacking += max(0, (inputs if checkpoints else kept) - rows.memory)
+        time, fills = again if checkpoints else plain, 0
+        for stage in rows.stages[row]:
+            of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
+            fills += max(0, of[_AGAIN if checkpoints else _PLAIN] - of[_PUT_OFF])
+        sum_filling += fills
+        if time > slowest or (time == slowest and fills > filling):
+            slowest, filling = time, fills
+    fill = (sum_filling - filling) / num_chunks
+    return lacking, fill + costs.sync[bounds[1] + move[1]] + rows.num_microbatches * slowest
