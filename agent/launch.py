@@ -189,6 +189,7 @@ class Launcher(JobControl):
             trace=options.trace_steps,
             planner=options.planner,
             schedule=options.schedule,
+            tp_chunks=options.tp_chunks or 0,
             allow_different=options.allow_different,
             validate=options.validate,
             store=options.store,

@@ -24,6 +24,7 @@ _REPEATED = (
     "failure_interval_s",
     "shard",
     "tp",
+    "tp_chunks",
     "heartbeat_s",
     "orphan_s",
     "grace_s",
@@ -62,6 +63,7 @@ class LaunchOptions:
             a :class:`resilient.templates.plan.Sharding`.
         tp: How many workers of a node share each microbatch, tensor parallel: a number, or "auto" for whatever makes
             steps shortest. Beside a number other than 1, ``shard`` is off.
+        tp_chunks: In how many chunks these exchange tokens, instead of what the script asks for; None for that.
         heartbeat_s: Silence after which a connection to a node counts as broken.
         orphan_s: How long nodes train on without a coordinator, and it waits for all of them when none is heard of.
         grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
@@ -101,6 +103,7 @@ class LaunchOptions:
     failure_interval_s: float = 3600.0
     shard: str = "off"
     tp: str = "1"
+    tp_chunks: int | None = None
     heartbeat_s: float = 5.0
     orphan_s: float = 600.0
     grace_s: float = 120.0
@@ -145,6 +148,9 @@ class LaunchOptions:
         if tensor_degree(self.tp) != 1 and self.shard != Sharding.OFF:
             constraint = f"be {Sharding.OFF} beside {{tp}} {self.tp} (tensor-parallel stages are not sharded yet)"
             raise ArgumentError("shard", constraint, self.shard, "leave one of them out")
+        if self.tp_chunks is not None and self.tp_chunks < 1:
+            fix = "1 exchanges tokens before or after they are computed with"
+            raise ArgumentError("tp_chunks", "be >= 1", self.tp_chunks, fix)
         for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "orphan_s", "grace_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -190,6 +190,7 @@ class WorkerPool:
             "RESILIENT_TRACE": welcome.trace,
             "RESILIENT_PLANNER": welcome.planner,
             "RESILIENT_SCHEDULE": welcome.schedule,
+            "RESILIENT_TP_CHUNKS": str(welcome.tp_chunks),
             "RESILIENT_NETWORK": msgspec.json.encode(welcome.network).decode(),
             "RESILIENT_TP": degree_text(welcome.tp_degree),
             "RESILIENT_PLANNED": "1" if welcome.is_planned else "",

@@ -94,6 +94,9 @@ class Trainer:
             memory and the nodes that the job begins with. ``resilient run --schedule`` goes before it.
         num_chunks: Stages of each worker, under "interleaved-1f1b" and "interleaved-zb"; "zb-v" has two. Under "auto"
             the most stages of each worker.
+        tp_chunks: Where workers of a node share each microbatch (``resilient run --tp``): in how many chunks they
+            exchange its tokens while the matrix products are computed that these feed or follow. 1 exchanges all at
+            once, before or after. ``resilient run --tp-chunks`` goes before it.
         planner: What places the samples of a multimodal model, by its name in ``resilient compare``: encoders and the
             language model then run cells of their own, packed, in lanes of their own. By default all layers are a chain
             of padded microbatches. ``resilient run --planner`` goes before it; a script run by itself has no planner.
@@ -127,6 +130,7 @@ class Trainer:
         compare_replicas_every: int = 100,
         schedule: str = "1f1b",
         num_chunks: int = 2,
+        tp_chunks: int = 1,
         planner: str | None = None,
         num_workers: int | None = None,
         read_ahead: int = 1,
@@ -149,6 +153,7 @@ class Trainer:
             compare_replicas_every=compare_replicas_every,
             schedule=os.environ.get("RESILIENT_SCHEDULE") or schedule,
             num_chunks=num_chunks,
+            tp_chunks=int(os.environ.get("RESILIENT_TP_CHUNKS") or 0) or tp_chunks,
             planner=os.environ.get("RESILIENT_PLANNER") or planner or "",
             num_workers=num_workers,
             read_ahead=read_ahead,

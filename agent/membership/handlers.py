@@ -93,14 +93,14 @@ class Handlers:
                 trace=settings.trace,
                 planner=settings.planner,
                 schedule=settings.schedule,
+                tp_chunks=settings.tp_chunks,
                 network=settings.network,
                 tp_degree=settings.tp_degree,
                 is_planned=self._parts.job.is_known,
             ),
         )
-        if event.num_workers != settings.workers_per_node:
-            reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
-            self._parts.refuse(member, reason)
+        if (wanted := settings.workers_per_node) != event.num_workers:
+            self._parts.refuse(member, f"workers per node must be {wanted} in this job, got {event.num_workers}")
 
     def on_late_node(self, event: NodeConnected) -> None:
         self.on_node_connected(event)

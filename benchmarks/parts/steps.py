@@ -39,6 +39,7 @@ def run_steps(
     workers_per_node: int = 1,
     shard: str = "off",
     tp: str = "1",
+    tp_chunks: int | None = None,
 ) -> Steps:
     """Run a job of ``jobs/`` under the launcher.
 
@@ -49,6 +50,7 @@ def run_steps(
         workers_per_node: Workers of each.
         shard: Whether they divide the states of their stage.
         tp: How many of them compute each layer together.
+        tp_chunks: In how many chunks these exchange tokens; None for what the script says.
 
     Raises:
         RuntimeError: The job did not end well.
@@ -63,6 +65,7 @@ def run_steps(
             workers_per_node=workers_per_node,
             shard=shard,
             tp=tp,
+            tp_chunks=tp_chunks,
             run_directory=folder,
         )
         exit_code = launch(options, events.append)

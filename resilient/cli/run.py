@@ -123,6 +123,14 @@ def run(
             "whatever makes steps shortest.",
         ),
     ] = "1",
+    tp_chunks: Annotated[
+        int | None,
+        typer.Option(
+            callback=within(1),
+            help="Chunks in which they exchange its tokens while they compute, instead of what the script asks for; 1 "
+            "for all before or after.",
+        ),
+    ] = None,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which a node counts as lost.")] = 5.0,
     orphan_s: Annotated[
         float,
@@ -203,6 +211,7 @@ def run(
             failure_interval_s=failure_interval_s,
             shard=shard.value,
             tp=tp,
+            tp_chunks=tp_chunks,
             heartbeat_s=heartbeat_s,
             orphan_s=orphan_s,
             grace_s=grace_s,

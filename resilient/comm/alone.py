@@ -29,10 +29,10 @@ class LastOfSeveral:
         tensor.zero_()
         return DONE
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+    def all_gather(self, parts: Sequence[Tensor], group: Group) -> Pending:
         """Fill in zeros for what others have."""
-        return PartsExchange(self, tensor, bounds, group, tag=0).all_gather(None)
+        return PartsExchange(self, parts, group, tag=0).all_gather()
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+    def reduce_scatter(self, parts: Sequence[Tensor], group: Group) -> Pending:
         """Keep what this device has of the sum."""
-        return PartsExchange(self, tensor, bounds, group, tag=0).reduce_scatter(None)
+        return PartsExchange(self, parts, group, tag=0).reduce_scatter()

@@ -250,13 +250,11 @@ class GlooCommunicator:
         work = self._issue(lambda: self._group(group).allreduce([staged]), group)
         return _GlooPending(partial(self._wait_for_collective, group), work, staged, landing)
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
-        exchange = PartsExchange(self, tensor.cpu(), bounds, group, self._next_exchange(group))
-        return exchange.all_gather(None if tensor.device.type == "cpu" else tensor)
+    def all_gather(self, parts: Sequence[Tensor], group: Group) -> Pending:
+        return PartsExchange(self, parts, group, self._next_exchange(group)).all_gather()
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
-        exchange = PartsExchange(self, tensor.cpu(), bounds, group, self._next_exchange(group))
-        return exchange.reduce_scatter(None if tensor.device.type == "cpu" else tensor)
+    def reduce_scatter(self, parts: Sequence[Tensor], group: Group) -> Pending:
+        return PartsExchange(self, parts, group, self._next_exchange(group)).reduce_scatter()
 
     def _next_exchange(self, group: Group) -> int:
         """Return the tag of a group's next exchange of parts; all its ranks count alike."""

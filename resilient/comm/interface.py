@@ -48,18 +48,18 @@ class Communicator(Protocol):
         """Sum in place over ``group``; its members call this in the same order."""
         ...
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
-        """Fill in a contiguous ``tensor`` ``[num_elements]``, of which each rank of ``group`` has a part.
+    def all_gather(self, parts: Sequence[Tensor], group: Group) -> Pending:
+        """Fill in the contiguous ``parts`` of which the ranks of ``group`` have one each, in their order.
 
-        The rank at position i has elements ``bounds[i] .. bounds[i + 1] - 1``, which may be none. All members call this
-        and :meth:`reduce_scatter` in the same order, with the same bounds.
+        A part may have no elements. All members call this and :meth:`reduce_scatter` in the same order, with parts of
+        the same sizes.
         """
         ...
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
-        """Sum over ``group``, in place, those elements of a contiguous ``tensor`` that are this rank's part.
+    def reduce_scatter(self, parts: Sequence[Tensor], group: Group) -> Pending:
+        """Sum over ``group``, in place, that of the contiguous ``parts`` which is this rank's.
 
-        What the others' parts hold afterwards is of no use.
+        The others stay as they are.
         """
         ...
 
@@ -102,11 +102,11 @@ class SingleProcessCommunicator:
         self.check()
         return DONE
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+    def all_gather(self, parts: Sequence[Tensor], group: Group) -> Pending:
         self.check()
         return DONE
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+    def reduce_scatter(self, parts: Sequence[Tensor], group: Group) -> Pending:
         self.check()
         return DONE
 

@@ -163,16 +163,16 @@ class NcclCommunicator:
             return self._gloo.all_reduce(tensor, group)
         return self._issue(lambda: self._groups[group].allreduce([tensor]))
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
-        if tensor.device.type == "cpu":
-            return self._gloo.all_gather(tensor, bounds, group)
+    def all_gather(self, parts: Sequence[Tensor], group: Group) -> Pending:
+        if parts[0].device.type == "cpu":
+            return self._gloo.all_gather(parts, group)
         raise AssertionError(
             "stages of several devices do not run over NCCL: who installs plans has gloo for those with some"
         )
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
-        if tensor.device.type == "cpu":
-            return self._gloo.reduce_scatter(tensor, bounds, group)
+    def reduce_scatter(self, parts: Sequence[Tensor], group: Group) -> Pending:
+        if parts[0].device.type == "cpu":
+            return self._gloo.reduce_scatter(parts, group)
         raise AssertionError(
             "stages of several devices do not run over NCCL: who installs plans has gloo for those with some"
         )

@@ -8,7 +8,6 @@ the order of the ranks: they come out the same every time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -31,42 +30,32 @@ class PartsExchange:
     """One exchange, as one rank sees it.
 
     Args:
-        messages: Carries them.
-        tensor: Contiguous, ``[num_elements]``, in host memory.
-        bounds: Of the parts.
+        messages: Carries them, also those of tensors that are not in host memory.
+        parts: Contiguous, one of each rank of the group.
         group: Who has them.
         tag: Of its messages: between two ranks no other exchange that is under way has it.
     """
 
-    def __init__(self, messages: Messages, tensor: Tensor, bounds: Sequence[int], group: Group, tag: int) -> None:
+    def __init__(self, messages: Messages, parts: Sequence[Tensor], group: Group, tag: int) -> None:
         self._messages = messages
-        self._tensor = tensor
-        self._parts = [tensor[start:end] for start, end in pairwise(bounds)]
+        self._parts = parts
         self._group = group
         self._own = group.index(messages.rank)
-        self._place = slice(bounds[self._own], bounds[self._own + 1])
         self._tag = tag
 
-    def all_gather(self, landing: Tensor | None) -> Pending:
-        """Start to fill in the others' parts.
-
-        Args:
-            landing: Where the tensor goes afterwards, if it is a copy.
-        """
+    def all_gather(self) -> Pending:
+        """Start to fill in the others' parts."""
+        own = self._parts[self._own]
         works: list[Pending] = []
         for source, target in self._turns():
             if self._parts[source].numel():
                 works.append(self._messages.recv(self._parts[source], self._group[source], self._tag))
-            if self._parts[self._own].numel():
-                works.append(self._messages.send(self._parts[self._own], self._group[target], self._tag))
-        return _Gathering(works, self._tensor, landing)
+            if own.numel():
+                works.append(self._messages.send(own, self._group[target], self._tag))
+        return _Gathering(works)
 
-    def reduce_scatter(self, landing: Tensor | None) -> Pending:
-        """Start to sum this rank's part.
-
-        Args:
-            landing: Where the tensor goes afterwards, if it is a copy.
-        """
+    def reduce_scatter(self) -> Pending:
+        """Start to sum this rank's part."""
         own = self._parts[self._own]
         addends = {self._own: own}
         works: list[Pending] = []
@@ -76,8 +65,7 @@ class PartsExchange:
                 works.append(self._messages.recv(addends[source], self._group[source], self._tag))
             if self._parts[target].numel():
                 works.append(self._messages.send(self._parts[target], self._group[target], self._tag))
-        into = own if landing is None else landing[self._place]
-        return _Summing(works, [addends[number] for number in sorted(addends)], into)
+        return _Summing(works, [addends[number] for number in sorted(addends)], own)
 
     def _turns(self) -> list[tuple[int, int]]:
         """Return from whom to receive and to whom to send, turn by turn: in each, everybody sends to another."""
@@ -86,16 +74,12 @@ class PartsExchange:
 
 
 class _Gathering:
-    def __init__(self, works: Sequence[Pending], tensor: Tensor, landing: Tensor | None) -> None:
+    def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works
-        self._tensor = tensor
-        self._landing = landing
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        if self._landing is not None:
-            self._landing.copy_(self._tensor)
 
 
 class _Summing:

@@ -32,6 +32,7 @@ class StageSharding:
         plan: Of the generation.
         slot: The worker's place in it.
         states: What it holds.
+        tp_chunks: In how many chunks tensor-parallel devices exchange tokens.
 
     Attributes:
         tensor_devices: Those of a tensor-parallel stage; None where there is one device, or each has microbatches of
@@ -48,6 +49,7 @@ class StageSharding:
         plan: Plan,
         slot: Slot,
         states: Mapping[str, LayerState],
+        tp_chunks: int = 1,
     ) -> None:
         self._profile = profile
         self._layouts = layouts
@@ -58,7 +60,8 @@ class StageSharding:
         devices = plan.rows_of(slot.pipeline_index)[slot.row_index]
         group = tuple(device.rank for device in devices)
         is_sharded, is_divided = slot.stages[0].shard > 1, len(devices) > 1
-        self.tensor_devices = TensorDevices(comm, group) if is_divided and not is_sharded else None
+        is_shared = is_divided and not is_sharded
+        self.tensor_devices = TensorDevices(comm, group, tp_chunks) if is_shared else None
         if not is_sharded:
             return
         held = [device.intervals(profile) for device in devices]

@@ -44,6 +44,8 @@ class JobConfig:
         schedule: What pipelines run: one of ``SCHEDULES``, or ``AUTO_SCHEDULE``.
         num_chunks: Stages of each worker, of interleaved schedules; zb-v has 2, all others 1, whatever is given. Where
             the schedule is to be chosen, the most stages of each worker.
+        tp_chunks: In how many chunks tensor-parallel devices exchange tokens, while they compute; 1 for one before or
+            after that.
         planner: What places the samples of a model's units; "" for a chain of all units.
         comm_timeout_s: How long workers wait for each other before they give a generation up.
 
@@ -64,6 +66,7 @@ class JobConfig:
     compare_replicas_every: int = 100
     schedule: str = ScheduleKind.ONE_F_ONE_B.value
     num_chunks: int = 2
+    tp_chunks: int = 1
     planner: str = ""
     comm_timeout_s: float = 120.0
 
@@ -88,6 +91,7 @@ class JobConfig:
             object.__setattr__(self, "num_chunks", chunks_of(ScheduleKind(self.schedule), self.num_chunks))
         if self.schedule in CHUNK_KINDS:
             self._take_whole("num_chunks", 2, "1f1b is the schedule with one stage on each worker")
+        self._take_whole("tp_chunks", 1, "1 exchanges tokens before or after they are computed with")
         if self.clip_grad_norm is not None:
             check_number("clip_grad_norm", self.clip_grad_norm, "pass None not to clip")
         if self.on_nonfinite not in ON_NONFINITE:

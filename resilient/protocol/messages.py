@@ -295,7 +295,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     a coordinator. ``num_nodes``: nodes the job was started with. ``trace``: steps of which workers write down when they
     did what (:func:`resilient.observability.step_trace.parse_steps`). ``planner``, ``schedule``: what they use for the
     script's. ``network``: between two nodes, for each worker. ``tp_degree``: workers that share each microbatch;
-    None for what makes steps shortest. ``is_planned``: the job is known, and what its planner answered."""
+    None for what makes steps shortest. ``is_planned``: the job is known, and what its planner answered. ``tp_chunks``:
+    what they use for the script's; 0 for none."""
 
     node: int
     script: str
@@ -308,6 +309,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     trace: str = ""
     planner: str = ""
     schedule: str = ""
+    tp_chunks: int = 0
     network: Link = Link()
     tp_degree: int | None = 1
     is_planned: bool = False

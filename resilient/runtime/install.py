@@ -263,7 +263,7 @@ def build_session(
     def tokens(stage: StageName) -> Tokens:
         return job.model.layers[lanes.specs[stage].first_layer].tokens
 
-    sharding = StageSharding(context.profile, context.layouts, comm, message.plan, slot, states)
+    sharding = StageSharding(context.profile, context.layouts, comm, message.plan, slot, states, job.tp_chunks)
     trained = [(context.profile.index(name), name) for name, state in states.items() if state.layout.num_trainable]
     gradient_sync = GradientSync(
         comm,

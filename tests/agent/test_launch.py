@@ -117,6 +117,7 @@ def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path
     ("given", "message"),
     [
         ({"tp": "two"}, "tp must be auto or a number of devices, got 'two'; 1 means none"),
+        ({"tp_chunks": 0}, "tp_chunks must be >= 1, got 0; 1 exchanges tokens before or after they are computed with"),
         ({"tp": "0"}, "tp must be auto or a number of devices, got '0'; 1 means none"),
         (
             {"tp": "2", "shard": "auto"},
@@ -125,9 +126,9 @@ def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path
         ),
     ],
 )
-def test_degrees_that_cannot_be_are_refused(given: dict[str, str], message: str, train: str, tmp_path: Path) -> None:
+def test_degrees_that_cannot_be_are_refused(given: dict[str, Any], message: str, train: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        LaunchOptions(script=train, run_directory=str(tmp_path), **given)  # pyright: ignore[reportArgumentType]
+        LaunchOptions(script=train, run_directory=str(tmp_path), **given)
 
 
 def test_folder_that_cannot_be_written_is_named(train: str, tmp_path: Path) -> None:

@@ -122,10 +122,11 @@ def test_workers_have_the_names_that_users_of_torchrun_know() -> None:
         with make_pool(Mock()) as (pool, welcome):
             pool.told = WorkersPlace(host="10.0.0.7", ports="30000:30100", coordinator="10.0.0.1")
             spawner = Mock(spawn=AsyncMock(return_value=4711))
-            await pool.start(spawner, msgspec.structs.replace(welcome, node=2, num_nodes=4))
+            await pool.start(spawner, msgspec.structs.replace(welcome, node=2, num_nodes=4, tp_chunks=3))
             return spawner.spawn.call_args.args[0].env
 
     told = asyncio.run(play())
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
     assert [told[name] for name in names] == ["2", "0", "4", "1", "2", "10.0.0.1"]
     assert (told["RESILIENT_HOST"], told["RESILIENT_PORT_RANGE"]) == ("10.0.0.7", "30000:30100")
+    assert told["RESILIENT_TP_CHUNKS"] == "3"

@@ -45,6 +45,7 @@ class Settings:
         trace: Steps of which workers write down when they did what; "" for none.
         planner: What workers use instead of the planner that the script asks for; "" for that.
         schedule: What they use instead of its schedule; "" for that.
+        tp_chunks: In how many chunks tensor-parallel ones exchange tokens, instead of what it asks for; 0 for that.
         allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         max_suspicions: Regroups of the same members without a step between them before the job is stopped.
         store: Where the job's coordinators are elected, as ``--store`` names it; "" where the first is followed only by
@@ -78,6 +79,7 @@ class Settings:
     trace: str = ""
     planner: str = ""
     schedule: str = ""
+    tp_chunks: int = 0
     allow_different: tuple[str, ...] = ()
     max_suspicions: int = 3
     store: str = ""

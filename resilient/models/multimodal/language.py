@@ -19,8 +19,16 @@ from resilient.models.multimodal.vision import valid_patches
 from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
 from resilient.models.segments import Segments, through_block, window_mask
 from resilient.models.tensor_parallel.devices import TensorDevices
-from resilient.models.tensor_parallel.exchanges import gather_tokens, token_losses
-from resilient.models.tensor_parallel.linears import COLUMNS, ROWS, TokenCount, VocabularyEmbedding, divide_linears
+from resilient.models.tensor_parallel.exchanges import token_losses
+from resilient.models.tensor_parallel.linears import (
+    COLUMNS,
+    ROWS,
+    ColumnLinear,
+    TokenCount,
+    VocabularyEmbedding,
+    divide_linears,
+    entering,
+)
 
 LANGUAGE_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> what its classes' names begin with."""
@@ -228,14 +236,14 @@ class LanguageHeadPart(Layer):
         config: Any = source.config
         (norm,) = modeling(source.family, LANGUAGE_FAMILIES[source.family] + "RMSNorm")
         self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, devices.own_size(config.vocab_size), bias=False)
+        self.lm_head = ColumnLinear(config.hidden_size, devices.own_size(config.vocab_size), bias=False)
         self.num_classes = config.vocab_size
         self.unshifted = unshifted
         self._devices = devices
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         labels = batch["labels"]
-        hidden = gather_tokens(self.norm(activations["hidden"]), self._devices, labels.shape[1])
+        hidden = entering(self.norm(activations["hidden"]), [self.lm_head], self._devices, labels.shape[1])
         logits = self.lm_head(hidden)
         if self.unshifted and "llm.segments" not in batch:  # nothing is to be read after the last one
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)

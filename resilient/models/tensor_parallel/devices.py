@@ -7,9 +7,13 @@ of tensors only; what is differentiated is :mod:`resilient.models.tensor_paralle
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from torch import Tensor
+
+TokenPieces = list[slice]
+"""Some of the tokens of each device."""
 
 
 class Exchange(Protocol):
@@ -23,9 +27,9 @@ class Exchanges(Protocol):
 
     rank: int
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: tuple[int, ...]) -> Exchange: ...
+    def all_gather(self, parts: Sequence[Tensor], group: tuple[int, ...]) -> Exchange: ...
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: tuple[int, ...]) -> Exchange: ...
+    def reduce_scatter(self, parts: Sequence[Tensor], group: tuple[int, ...]) -> Exchange: ...
 
 
 def part_bounds(size: int, degree: int) -> list[int]:
@@ -39,23 +43,51 @@ class TensorDevices:
     Args:
         comm: The generation's groups.
         group: The devices' ranks.
+        num_chunks: In how many chunks tokens are exchanged, while the matrix products are computed that they feed or
+            follow; in one, they are before or after that.
+
+    Attributes:
+        index: This device's place among them.
+        degree: How many there are.
+        num_chunks: As given.
     """
 
-    def __init__(self, comm: Exchanges, group: tuple[int, ...]) -> None:
+    def __init__(self, comm: Exchanges, group: tuple[int, ...], num_chunks: int = 1) -> None:
         self._comm = comm
         self._group = group
-        self._index = group.index(comm.rank)
+        self.index = group.index(comm.rank)
         self.degree = len(group)
+        self.num_chunks = num_chunks
 
     def own(self, size: int) -> slice:
         """Return this device's part of something."""
-        first, end = part_bounds(size, self.degree)[self._index : self._index + 2]
+        first, end = part_bounds(size, self.degree)[self.index : self.index + 2]
         return slice(first, end)
 
     def own_size(self, size: int) -> int:
         """Return how large it is."""
         own = self.own(size)
         return own.stop - own.start
+
+    def chunks(self, num_tokens: int) -> list[TokenPieces]:
+        """Return which of its tokens each device exchanges together; of few tokens chunks may have none."""
+        parts = pairwise(part_bounds(num_tokens, self.degree))
+        cuts = [
+            [slice(first + start, first + stop) for start, stop in pairwise(part_bounds(end - first, self.num_chunks))]
+            for first, end in parts
+        ]
+        return [list(pieces) for pieces in zip(*cuts, strict=True)]
+
+    def start_gather(self, whole: Tensor, pieces: TokenPieces) -> Exchange:
+        """Start to fill in a contiguous tensor ``[tokens, ...]`` those pieces that are not this device's."""
+        return self._comm.all_gather([whole[piece] for piece in pieces], self._group)
+
+    def start_sum(self, total: Tensor, pieces: TokenPieces) -> Exchange:
+        """Start to sum, in a contiguous tensor ``[tokens, ...]``, that piece which is this device's over all devices.
+
+        The others stay as they are, and are to be until that is done.
+        """
+        return self._comm.reduce_scatter([total[piece] for piece in pieces], self._group)
 
     def gather(self, part: Tensor, num_tokens: int) -> Tensor:
         """Return the tokens of all devices.
@@ -69,7 +101,7 @@ class TensorDevices:
         """
         whole = part.new_empty((num_tokens, part.shape[0], *part.shape[2:]))
         whole[self.own(num_tokens)] = part.transpose(0, 1)
-        self._comm.all_gather(whole.view(-1), self._bounds(whole), self._group).wait()
+        self.start_gather(whole, self._parts(num_tokens)).wait()
         return whole.transpose(0, 1)
 
     def sum(self, addend: Tensor) -> Tensor:
@@ -84,7 +116,7 @@ class TensorDevices:
         total = addend.transpose(0, 1).contiguous()
         if total.data_ptr() == addend.data_ptr():  # of one sample: what is given stays as it is
             total = total.clone()
-        self._comm.reduce_scatter(total.view(-1), self._bounds(total), self._group).wait()
+        self.start_sum(total, self._parts(len(total))).wait()
         return total[self.own(len(total))].transpose(0, 1)
 
     def stack(self, own: Tensor) -> Tensor:
@@ -97,12 +129,10 @@ class TensorDevices:
             CommunicationError: A peer is gone.
         """
         each = own.new_empty((self.degree, *own.shape))
-        each[self._index] = own
-        bounds = [index * own.numel() for index in range(self.degree + 1)]
-        self._comm.all_gather(each.view(-1), bounds, self._group).wait()
+        each[self.index] = own
+        self.start_gather(each, self._parts(self.degree)).wait()
         return each
 
-    def _bounds(self, whole: Tensor) -> list[int]:
-        """Return where the parts begin of something that is cut in its first dimension, in elements."""
-        each = whole[:1].numel()
-        return [bound * each for bound in part_bounds(len(whole), self.degree)]
+    def _parts(self, size: int) -> TokenPieces:
+        """Return the part of each device of something."""
+        return [slice(first, end) for first, end in pairwise(part_bounds(size, self.degree))]

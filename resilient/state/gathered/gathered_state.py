@@ -7,7 +7,7 @@ devices of a stage begin and end with a state in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class GatheredState:
             first, end = segment.bounds[own], segment.bounds[own + 1]
             (offset, _), *_ = segment.intervals
             there[first:end].copy_(self._state.window(offset + first, offset + end))
-            self._pending.append(self._comm.all_gather(there, segment.bounds, self._group))
+            self._pending.append(self._comm.all_gather(_parts(there, segment.bounds), self._group))
 
     def wait(self) -> None:
         """Wait for what was started.
@@ -128,10 +128,10 @@ class SummedGradients:
     def __init__(
         self, comm: Communicator, group: Group, whole: Tensor, bounds: Sequence[int], state: LayerState
     ) -> None:
-        own = group.index(comm.rank)
-        self._part = whole[bounds[own] : bounds[own + 1]]
+        parts = _parts(whole, bounds)
+        self._part = parts[group.index(comm.rank)]
         self._state = state
-        self._pending = comm.reduce_scatter(whole, bounds, group)
+        self._pending = comm.reduce_scatter(parts, group)
 
     def add(self) -> None:
         """Wait for the sum, and add it to the state's gradient.
@@ -163,3 +163,8 @@ def _bounds(segment: ByteIntervals, held: Sequence[ByteIntervals]) -> list[int]:
     sizes = [(segment & each).size for each in held]
     assert sum(sizes) == segment.size, "the devices of a stage divide its states"
     return list(accumulate(sizes, initial=0))
+
+
+def _parts(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    """Return the part of each device."""
+    return [whole[first:end] for first, end in pairwise(bounds)]

@@ -110,11 +110,13 @@ def test_node_killed_in_a_recovery(reference: Run, tmp_path: Path) -> None:
 
 
 def test_node_joins_while_another_dies_in_the_copy(reference: Run, tmp_path: Path) -> None:
+    """Of workers that exchange tokens in chunks while they compute: those of the reference do so before or after."""
+
     def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "step" and event["step"] == STEP:  # ready before the sixth were done, it would join then
             launcher.add_node()
 
-    arguments = ("--change-after", "6")
+    arguments = ("--change-after", "6", "--tp-chunks", "2")
     run = parallel(tmp_path, *arguments, act=act, inject=[fail_at(node=0, step=7, phase="copy")])
     check_equal(run, reference)
     check_survivors(run)

@@ -114,17 +114,17 @@ def test_what_is_sent_is_what_the_work_before_will_have_made(device: torch.devic
 
 def test_workers_that_share_a_device_sum_and_divide_on_it(device: torch.device) -> None:
     everybody = (0, 1, 2)
-    bounds = [0, 2, 3, 6]
+    sizes = [2, 1, 3]
 
     def of_rank(rank: int, address: str) -> tuple[bool, list[float], list[float], list[float]]:
         comm = join(address, rank, 3, [everybody], device=device)
         values = torch.full((4,), 10.0**rank, device=device)
         comm.all_reduce(values, everybody).wait()
         gathered = torch.full((6,), float(rank), device=device)
-        comm.all_gather(gathered, bounds, everybody).wait()
-        scattered = torch.arange(6.0, device=device)
-        comm.reduce_scatter(scattered, bounds, everybody).wait()
-        own = scattered[bounds[rank] : bounds[rank + 1]]
+        comm.all_gather(gathered.split(sizes), everybody).wait()
+        scattered = torch.arange(6.0, device=device).split(sizes)
+        comm.reduce_scatter(scattered, everybody).wait()
+        own = scattered[rank]
         assert values.device == gathered.device == own.device == device
         return comm.on_devices, values.tolist(), gathered.tolist(), own.tolist()
 

@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--min-pipeline-nodes", type=int, default=1)
     parser.add_argument("--max-failures", type=int, default=1)
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--tp-chunks", type=int, default=1)
     parser.add_argument("--tied", action="store_true", help="head and embedding have one matrix")
     parser.add_argument("--change-after", type=int, help="this step waits until its worker was told of the change")
     args = parser.parse_args()
@@ -88,6 +89,7 @@ def main() -> None:
         min_pipeline_nodes=args.min_pipeline_nodes,
         precision="fp64",
         schedule=args.schedule,
+        tp_chunks=args.tp_chunks,
         clip_grad_norm=1.0,
         comm_timeout_s=60.0,
         num_workers=0,

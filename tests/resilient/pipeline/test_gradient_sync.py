@@ -48,10 +48,10 @@ class RecordingCommunicator:
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
         return DONE
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+    def all_gather(self, parts: Sequence[Tensor], group: Group) -> Pending:
         return DONE
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+    def reduce_scatter(self, parts: Sequence[Tensor], group: Group) -> Pending:
         return DONE
 
     def check(self) -> None: ...

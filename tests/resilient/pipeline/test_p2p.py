@@ -29,10 +29,10 @@ class Loopback:
         self._waiting[tag].append(tensor.clone())
         return DONE
 
-    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+    def all_gather(self, parts: Sequence[Tensor], group: Group) -> Pending:
         return DONE
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+    def reduce_scatter(self, parts: Sequence[Tensor], group: Group) -> Pending:
         return DONE
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:

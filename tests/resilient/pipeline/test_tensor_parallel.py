@@ -149,10 +149,10 @@ def pipeline(
     return Pipeline(template=template, nodes=nodes, num_microbatches=num_microbatches)
 
 
-def pictures_job(config: PretrainedConfig) -> Job:
+def pictures_job(config: PretrainedConfig, **changes: Any) -> Job:
     encoder = EncoderModule(config, placeholder_id=PLACEHOLDER)
     model = MultimodalModule(encoders={"vision": encoder}, language_model=FAMILIES["llama"], labels="shifted")
-    return make_job(model=model, dataset=Pictures())
+    return make_job(model=model, dataset=Pictures(), **changes)
 
 
 PLANS = {
@@ -210,9 +210,25 @@ def test_pictures_go_from_one_degree_to_another(
     check_gradients(pictures_job(ENCODERS["vit"]), Plan(pipelines=(pipeline(cuts, 8, 0, *degrees),)), tmp_path)
 
 
-def test_four_devices_of_which_some_have_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp_chunks", [1, 2])
+def test_four_devices_of_which_some_have_no_token(tp_chunks: int, tmp_path: Path) -> None:
     config = LlamaConfig(**{**TEXT, "num_key_value_heads": 4}, tie_word_embeddings=True)
-    check_gradients(job_of(config), Plan(pipelines=(pipeline((0, 6), 8, 0, 4),)), tmp_path)
+    check_gradients(job_of(config, tp_chunks=tp_chunks), Plan(pipelines=(pipeline((0, 6), 8, 0, 4),)), tmp_path)
+
+
+CHUNKED = {
+    "biased, in layers that run again": (job_of(FAMILIES["llama, biased"], tp_chunks=3), "layers that run again"),
+    "beside 2 sharded": (job_of(FAMILIES["llama, tied"], tp_chunks=2), "2 tensor parallel, 2 sharded"),
+    "in an encoder": (pictures_job(ENCODERS["vit"], tp_chunks=2), None),
+}
+
+
+@pytest.mark.parametrize(("job", "plan"), CHUNKED.values(), ids=CHUNKED.keys())
+def test_gradients_are_those_of_one_process_where_tokens_are_exchanged_in_chunks(
+    job: Job, plan: str | None, tmp_path: Path
+) -> None:
+    """There may be more chunks than tokens on a device."""
+    check_gradients(job, PLANS[plan] if plan else Plan(pipelines=(pipeline((0, 10), 8, 0, 2),)), tmp_path)
 
 
 def test_every_node_of_a_mixture_has_every_element() -> None:
@@ -224,8 +240,9 @@ def test_every_node_of_a_mixture_has_every_element() -> None:
     assert 0 < (holders[0] & holders[1]).size < whole.size / 10, "norms alone"
 
 
-def test_devices_round_no_worse_than_one_does_in_lower_precision(tmp_path: Path) -> None:
-    job = job_of(FAMILIES["llama, tied"], precision="bf16")
+@pytest.mark.parametrize("tp_chunks", [1, 2])
+def test_devices_round_no_worse_than_one_does_in_lower_precision(tp_chunks: int, tmp_path: Path) -> None:
+    job = job_of(FAMILIES["llama, tied"], precision="bf16", tp_chunks=tp_chunks)
     write_initial(job, tmp_path)
 
     def losses(plan: Plan) -> float:
@@ -238,9 +255,9 @@ def test_devices_round_no_worse_than_one_does_in_lower_precision(tmp_path: Path)
     assert losses(PLANS["1 stage of 2"]) == pytest.approx(losses(make_plan(((0, 6), 8))), rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "zb-h1", "1f1b"])
-def test_every_schedule_trains_to_the_same_parameters(kind: str, tmp_path: Path) -> None:
-    job = job_of(FAMILIES["llama, tied"], clip_grad_norm=LIMIT)
+@pytest.mark.parametrize(("kind", "tp_chunks"), [("gpipe", 1), ("zb-h1", 1), ("1f1b", 1), ("zb-h1", 2)])
+def test_every_schedule_trains_to_the_same_parameters(kind: str, tp_chunks: int, tmp_path: Path) -> None:
+    job = job_of(FAMILIES["llama, tied"], clip_grad_norm=LIMIT, tp_chunks=tp_chunks)
     write_initial(job, tmp_path)
     expected = three_steps(installed(job, make_plan(((0, 6), 8)), 0, "", tmp_path), Batches(job))
     plan = replace(PLANS["2 stages of 2, and 1"], schedule_kind=ScheduleKind(kind))

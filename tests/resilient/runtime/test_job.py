@@ -40,6 +40,7 @@ from tests.resilient.small import Tokens, make_job, make_profile
         ),
         ({"num_workers": -1}, "num_workers must be >= 0, got -1; 0 reads samples in the worker itself"),
         ({"read_ahead": 0}, "read_ahead must be >= 1, got 0; num_workers=0 reads none ahead of time"),
+        ({"tp_chunks": 0}, "tp_chunks must be >= 1, got 0; 1 exchanges tokens before or after they are computed with"),
         ({"precision": "fp16"},
          "precision must be one of ['bf16', 'fp32', 'fp64'], got 'fp16'; choose one of them"),
         ({"schedule": "forward-only"},

@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 SAMPLES, TOKENS, WIDTH, CLASSES, IGNORED = 2, 5, 3, 7, -100
 
 
-def on_devices(degree: int, work: Callable[[TensorDevices], Result]) -> list[Result]:
+def on_devices(degree: int, work: Callable[[TensorDevices], Result], num_chunks: int = 1) -> list[Result]:
     """Call ``work`` on each of so many devices at once."""
     group = tuple(range(degree))
-    return as_threads(degree, lambda rank, address: work(TensorDevices(join(address, rank, degree), group)))
+    return as_threads(degree, lambda rank, address: work(TensorDevices(join(address, rank, degree), group, num_chunks)))
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -26,8 +26,9 @@ class Perceptron(nn.Module):
         return hidden + self.mlp(hidden)
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-def test_perceptron_of_unequal_parts(degree: int) -> None:
+@pytest.mark.parametrize(("degree", "num_chunks"), [(2, 1), (3, 1), (2, 2), (3, 4), (6, 2)])
+def test_perceptron_of_unequal_parts(degree: int, num_chunks: int) -> None:
+    """Of six devices one has no token; others have fewer than there are chunks."""
     whole, hidden = Perceptron(INNER), drawn(2, TOKENS, WIDTH)
     expected = whole(hidden)
     (expected**2).sum().backward()
@@ -42,7 +43,7 @@ def test_perceptron_of_unequal_parts(degree: int) -> None:
         (made**2).sum().backward()
         return made.detach(), {name: each.grad for name, each in part.named_parameters() if each.grad is not None}
 
-    found = on_devices(degree, work)
+    found = on_devices(degree, work, num_chunks)
     close(torch.cat([made for made, _ in found], dim=1), expected.detach())
     gradients = {name: each.grad for name, each in whole.named_parameters() if each.grad is not None}
     assert gradients.keys() == found[0][1].keys()
