@@ -13,7 +13,7 @@ from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Injection
 from resilient.protocol.shown_streams import ShownStreams
-from resilient.templates.plan import Sharding, tensor_degree
+from resilient.templates.plan import AUTO_DEGREE, Sharding, tensor_degree
 
 _LEAST_TOKEN = 16
 _REPEATED = (
@@ -145,9 +145,13 @@ class LaunchOptions:
         if self.shard not in tuple(Sharding):
             choices = ", ".join(Sharding)
             raise ArgumentError("shard", f"be one of {choices}", repr(self.shard), "leave it out for off")
-        if tensor_degree(self.tp) != 1 and self.shard != Sharding.OFF:
+        degree = tensor_degree(self.tp)
+        if degree != 1 and self.shard != Sharding.OFF:
             constraint = f"be {Sharding.OFF} beside {{tp}} {self.tp} (tensor-parallel stages are not sharded yet)"
             raise ArgumentError("shard", constraint, self.shard, "leave one of them out")
+        if degree is not None and self.workers_per_node % degree:
+            constraint = f"divide {{workers_per_node}} {self.workers_per_node}"
+            raise ArgumentError("tp", constraint, self.tp, f"give another, or {AUTO_DEGREE} for any in each stage")
         if self.tp_chunks is not None and self.tp_chunks < 1:
             fix = "1 exchanges tokens before or after they are computed with"
             raise ArgumentError("tp_chunks", "be >= 1", self.tp_chunks, fix)

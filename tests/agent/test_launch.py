@@ -120,6 +120,10 @@ def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path
         ({"tp_chunks": 0}, "tp_chunks must be >= 1, got 0; 1 exchanges tokens before or after they are computed with"),
         ({"tp": "0"}, "tp must be auto or a number of devices, got '0'; 1 means none"),
         (
+            {"tp": "2", "workers_per_node": 3},
+            "tp must divide workers_per_node 3, got 2; give another, or auto for any in each stage",
+        ),
+        (
             {"tp": "2", "shard": "auto"},
             "shard must be off beside tp 2 (tensor-parallel stages are not sharded yet), got auto; leave one of them "
             "out",

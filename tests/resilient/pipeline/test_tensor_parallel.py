@@ -163,6 +163,9 @@ PLANS = {
     ),
     "layers that run again": Plan(pipelines=(pipeline((0, 3, 6), 8, 0, 2, 2, recomputed=3),)),
     "2 tensor parallel, 2 sharded": Plan(pipelines=(pipeline((0, 6), 3, 0, 2), pipeline((0, 6), 5, 1, 1, shard=2))),
+    "a sharded node, 2 tensor-parallel nodes": Plan(
+        pipelines=(pipeline((0, 6), 4, 0, 1, shard=2), pipeline((0, 3, 6), 4, 1, 2, 2))
+    ),
 }
 
 
@@ -218,7 +221,7 @@ def test_four_devices_of_which_some_have_no_token(tp_chunks: int, tmp_path: Path
 
 CHUNKED = {
     "biased, in layers that run again": (job_of(FAMILIES["llama, biased"], tp_chunks=3), "layers that run again"),
-    "beside 2 sharded": (job_of(FAMILIES["llama, tied"], tp_chunks=2), "2 tensor parallel, 2 sharded"),
+    "beside sharded ones": (job_of(FAMILIES["llama, tied"], tp_chunks=2), "a sharded node, 2 tensor-parallel nodes"),
     "in an encoder": (pictures_job(ENCODERS["vit"], tp_chunks=2), None),
 }
 
