@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from resilient.models.tensor_parallel.devices import Exchange, TokenPieces, TensorDevices
+from resilient.models.tensor_parallel.devices import Exchange, TensorDevices, TokenPieces
 
 
 def gathered_products(
