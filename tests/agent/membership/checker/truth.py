@@ -40,7 +40,7 @@ class Truth:
         ready: Workers that have said that they are up, by node.
         leaving: Nodes that the machine knows to go away.
         cut_off: Nodes whose connection is broken; ``is_left``: the step under way was left.
-        admitted: Nodes that were told of a generation; ``unfit``: that failed before that, or as they stood by.
+        admitted: Nodes that were told of a generation; ``unfit``: that failed before that.
         erring: Nodes that had an error of their own, and are to be let go.
         installed: Workers heard to have installed the generation.
         said: By step, files that somebody has said to have written; ``copies``: fingerprints told at an early stop.
@@ -232,27 +232,16 @@ class Truth:
         if self.erring and self.cannot_spare:
             self.failures.add("nodes with errors cannot be spared")
 
-    def _fails_alone(self, node: int) -> bool:
-        """Take in that a node fails, if that is its own affair, as it is not let in yet or stands by; return whether.
-
-        Of one that was to send states, and nothing else, only the coordinator knows whether all have heard of them.
-        """
-        if not self.generation or (node in self.admitted and self.is_ending):
-            return False
-        fabric = self._world.fabrics[self.generation]
-        ranks = [rank for rank, worker in fabric.members.items() if worker.id[0] == node]
-        if node in self.admitted and ranks:
-            if min(ranks) < len(fabric.slots):
-                return False
-            self.failures.add("an error of the job")
-        self.unfit.add(node)
-        return True
+    def _is_its_own_affair(self, node: int) -> bool:
+        """Return whether a node that fails is not let in yet."""
+        return self.generation > 0 and node not in self.admitted
 
     def _err(self, node: int, kind: str) -> None:
         """Take in an error that may be a node's own: the job's, if it is another node's as well, or one of too many."""
         if node in self.erring:
             return
-        if self._fails_alone(node):
+        if self._is_its_own_affair(node):
+            self.unfit.add(node)
             return
         self.disturbed.add("an error")
         is_too_many = len(self._had_errors) >= _MOST_ERRORS
@@ -304,7 +293,9 @@ class Truth:
             case Failed(kind=kind) if kind:
                 self._err(stimulus.node, kind)
             case Failed(is_sound=is_sound):
-                if not self._fails_alone(stimulus.node):
+                if self._is_its_own_affair(stimulus.node):
+                    self.unfit.add(stimulus.node)
+                else:
                     self.disturbed.add("the script failed")
                     self.failures.add("the script failed")
                     self.must_end = True
