@@ -17,7 +17,7 @@ from resilient.cli.app import app
         ("inject kill", ("--node", "-1"), "--node must be >= 0, got -1; give more"),
         ("inject kill", ("--node", "1", "--at-step", "0"), "--at-step must be >= 1, got 0; give more"),
         ("plan", ("--nodes", "100001"), "--nodes must be 1 to 100000, got 100001; give less"),
-        ("plan", ("--nodes", "4", "--gpus-per-node", "0"), "--gpus-per-node must be >= 1, got 0; give more"),
+        ("plan", ("--nodes", "4", "--gpus-per-node", "0"), "--gpus-per-node must be 1 to 100000, got 0; give more"),
         ("plan", ("--nodes", "4", "--max-failures", "-1"), "--max-failures must be >= 0, got -1; give more"),
         ("compare", ("--microbatch", "0"), "--microbatch must be >= 1, got 0; give more"),
         (
