@@ -122,7 +122,8 @@ def _sources(num_nodes: int) -> Calls:
         joiners = range(following, following + num_nodes * 8 // 100)
         live = [*(node for node in range(num_nodes) if node not in gone), *joiners]
         after = replan(problem, before, live)
-        yield lambda after=after: plan_transfers(problem, after, _survivors(problem, before, after))
+        held = _survivors(problem, before, after)  # as workers have said it
+        yield lambda after=after, held=held: plan_transfers(problem, after, held)
 
 
 def _survivors(problem: PlanningProblem, before: Plan, after: Plan) -> Holdings:
