@@ -60,7 +60,8 @@ class _Connection:
     def abort(self) -> None:
         """Close it at once: in order, TLS would wait for the other end, which may be gone."""
         if self.transport is not None:
-            self.transport.abort()
+            with suppress(AttributeError):  # of Python 3.11, where the peer has closed it in the meantime
+                self.transport.abort()
         else:
             self._accepted.close()
 
