@@ -8,6 +8,7 @@ connections until they are closed. Must not import torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -60,7 +61,7 @@ class _Connection:
     def abort(self) -> None:
         """Close it at once: in order, TLS would wait for the other end, which may be gone."""
         if self.transport is not None:
-            with suppress(AttributeError):  # of Python 3.11, where the peer has closed it in the meantime
+            with contextlib.suppress(AttributeError):  # of Python 3.11, where the peer has closed it in the meantime
                 self.transport.abort()
         else:
             self._accepted.close()
