@@ -59,12 +59,19 @@ class _Connection:
         return self._accepted.fileno() < 0
 
     def abort(self) -> None:
-        """Close it at once: in order, TLS would wait for the other end, which may be gone."""
-        if self.transport is not None:
-            with contextlib.suppress(AttributeError):  # of Python 3.11, where the peer has closed it in the meantime
-                self.transport.abort()
-        else:
+        """Close it at once: in order, TLS would wait for the other end, which may be gone.
+
+        asyncio closes the socket in one of the loop's next turns. It does not abort a connection of TLS that was closed
+        in order twice, and of Python 3.11 some releases raise an :class:`AttributeError`; so both of the socket's
+        directions are ended as well.
+        """
+        if self.transport is None:
             self._accepted.close()
+            return
+        with contextlib.suppress(AttributeError):
+            self.transport.abort()
+        with contextlib.suppress(OSError):  # it is closed, or the other end was faster
+            self._accepted.shutdown(socket.SHUT_RDWR)
 
 
 class _Complaint:
@@ -247,5 +254,5 @@ class Entrance:
                 if connection.transport is None or not connection.is_gone:  # who is gone had an answer
                     self._turned_away.add(PATIENCE_S)
                 if connection.transport is not None:
-                    connection.transport.abort()
+                    connection.abort()
             self._fewer.set()

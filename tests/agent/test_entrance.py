@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import resource
+import socket
 import ssl
 from asyncio.sslproto import SSLProtocol
 from pathlib import Path
@@ -18,6 +19,10 @@ from resilient.agent import entrance
 from resilient.agent.network.dialect import SPOKEN, dialect
 from resilient.common.job_certificate import client_context, server_context
 from tests.agent.served import LIMIT_S, TOKEN, Served, with_coordinator
+
+
+LEAST_SHUTDOWN_S = 20.0
+"""For longer than that asyncio waits for the other end of a TLS connection."""
 
 
 def place(served: Served) -> tuple[str, int]:
@@ -143,6 +148,36 @@ def test_who_is_gone_leaves_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(asyncio.wait_for(scenario(), 30))
     finally:
         gc.enable()
+
+
+def test_entrance_closes_at_once_though_a_peer_does_not_answer_that_tls_ends() -> None:
+    """asyncio lets go of a connection that is closed twice in order, and cannot abort it any more."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        door.admit(request)
+        assert request.transport is not None
+        request.transport.close()
+        request.transport.close()
+        told.set()
+        await asyncio.sleep(LIMIT_S)
+        return web.Response()
+
+    async def scenario() -> None:
+        address = await door.open("127.0.0.1", 0)
+        with await asyncio.to_thread(say, address):
+            await told.wait()
+            await asyncio.wait_for(door.close(), LEAST_SHUTDOWN_S)
+
+    def say(address: tuple[str, int]) -> ssl.SSLSocket:
+        silent = client_context(TOKEN).wrap_socket(socket.create_connection(address))
+        silent.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        return silent
+
+    told = asyncio.Event()
+    app = web.Application()
+    app.router.add_get("/", answer)
+    door = entrance.Entrance(app, server_context(TOKEN))
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("turns", range(6))

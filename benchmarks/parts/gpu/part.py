@@ -22,6 +22,9 @@ _CONTEXT = multiprocessing.get_context("spawn")
 """A process that was forked could not use CUDA; one that ends gives all of the device back."""
 LOG = "output.log"
 
+_DYING_S = 30.0
+"""A process that was killed is gone sooner, unless a driver keeps it: nobody can wait for that."""
+
 
 class SkippedError(Exception):
     """A part cannot be run here; the message says why."""
@@ -214,3 +217,14 @@ def _end(process: BaseProcess) -> None:
         except psutil.NoSuchProcess:
             continue
     process.join()
+    until = time.monotonic() + _DYING_S
+    while any(map(_lives, family)) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether a process has memory still: one that nobody has asked for its end has none."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
