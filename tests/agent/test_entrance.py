@@ -20,7 +20,6 @@ from resilient.agent.network.dialect import SPOKEN, dialect
 from resilient.common.job_certificate import client_context, server_context
 from tests.agent.served import LIMIT_S, TOKEN, Served, with_coordinator
 
-
 LEAST_SHUTDOWN_S = 20.0
 """For longer than that asyncio waits for the other end of a TLS connection."""
 
