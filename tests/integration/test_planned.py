@@ -233,14 +233,19 @@ def drawing_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run_alone(folder, *JOB, "--draws", script=SCRIPT)
 
 
-@pytest.mark.parametrize(("planner", "fewest"), [("disttrain", 4), ("uniform", 2)])
-def test_generator_through_a_kill(planner: str, fewest: int, drawing_alone: tuple[Path, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("planner", "fewest", "workers"), [("disttrain", 4, 1), ("uniform", 2, 2)])
+def test_generator_through_a_kill(
+    planner: str, fewest: int, workers: int, drawing_alone: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Of lanes on workers of their own, and on such as share each stage."""
     options = (*JOB, "--draws", "--planner", planner, "--min-pipeline-nodes", str(fewest))
     inject = [fail_at(node=1, step=2, phase="backward")]
-    run = run_job(tmp_path, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
+    nodes, tp = 2 * fewest + 1, str(workers)
+    run = run_job(tmp_path, *options, script=SCRIPT, nodes=nodes, workers_per_node=workers, tp=tp, inject=inject)
     check(run, drawing_alone)
-    lanes = {stage["lane"] for pipeline in run.generations[0]["pipelines"] for stage in pipeline["stages"]}
-    assert {"llm.0", "image.0"} <= lanes
+    stages = [stage for pipeline in run.generations[0]["pipelines"] for stage in pipeline["stages"]]
+    assert {"llm.0", "image.0"} <= {stage["lane"] for stage in stages}
+    assert {stage.get("num_workers", 1) for stage in stages} == {workers}
 
 
 def test_picture_that_is_not_finite_is_named_before_what_the_language_model_makes_of_it(tmp_path: Path) -> None:

@@ -20,17 +20,22 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from resilient.common.arguments import check_number
-from resilient.models.layer import Activations, Batch, Layer, LayerSpec
+from resilient.models.layer import Activations, Batch, Layer, LayerSpec, TensorParallel
 from resilient.models.multimodal.encoder import checked_placeholder, grid, patch_size
 from resilient.models.multimodal.vision import (
     block_specs,
+    hidden_tokens,
     initial_positions,
     initialize_norm,
+    num_patches_of,
     part_spec,
+    shapes_of,
     valid_patches,
 )
 from resilient.models.multimodal.vision_families import VISION_FAMILIES
 from resilient.models.pretrained import Source, resolve
+from resilient.models.tensor_parallel.devices import TensorDevices
+from resilient.models.tensor_parallel.exchanges import TOKEN_LOSSES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +152,34 @@ class GeneratorHead(Layer):
         return {**rest, drawn_by(self.unit): self.projection(self.norm(hidden[0] if packed else hidden))}
 
 
+class GeneratorEmbedPart(GeneratorEmbed):
+    """What one tensor-parallel device does of the embedding: all of it, and hands on its patches."""
+
+    def __init__(self, source: Source, name: str, placeholder_id: int, width: int, devices: TensorDevices) -> None:
+        super().__init__(source, name, placeholder_id, width)
+        self._devices = devices
+
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        made = super().forward(activations, batch)
+        hidden = made[f"{self.unit}.hidden"]
+        return {**made, f"{self.unit}.hidden": hidden[:, self._devices.own(hidden.shape[1])]}
+
+
+class GeneratorHeadPart(GeneratorHead):
+    """What one tensor-parallel device does of the head: its patches, whose loss it takes itself."""
+
+    def __init__(self, source: Source, name: str, generator: GeneratorModule, devices: TensorDevices) -> None:
+        super().__init__(source, name)
+        self._generator = generator
+        self._devices = devices
+
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        made = super().forward(activations, batch)
+        drawn = made.pop(drawn_by(self.unit))
+        own = self._devices.own(num_patches_of(self._generator.source, self.unit, shapes_of(batch)))
+        return {**made, TOKEN_LOSSES: patch_losses(self.unit, self._generator, drawn, batch, own)}
+
+
 def generator_layers(name: str, generator: GeneratorModule, width: int) -> list[LayerSpec]:
     """Cut a generator into ``{name}.embed``, ``{name}.block.{i}`` and ``{name}.head``.
 
@@ -157,45 +190,56 @@ def generator_layers(name: str, generator: GeneratorModule, width: int) -> list[
     """
     source, options = generator.source, generator.options
 
-    def build_embed() -> nn.Module:
-        module = GeneratorEmbed(source, name, options.placeholder_id, width)
+    def build_embed(devices: TensorDevices | None = None) -> nn.Module:
+        arguments = source, name, options.placeholder_id, width
+        module = GeneratorEmbed(*arguments) if devices is None else GeneratorEmbedPart(*arguments, devices)
         module.positions.requires_grad_(not options.frozen)
         return module
 
-    def build_head() -> nn.Module:
-        module = GeneratorHead(source, name)
+    def build_head(devices: TensorDevices | None = None) -> nn.Module:
+        module = GeneratorHead(source, name) if devices is None else GeneratorHeadPart(source, name, generator, devices)
         module.norm.requires_grad_(not options.frozen)
         return module
 
+    count = partial(num_patches_of, source, name)
     embed = part_spec(name, "embed", build_embed, partial(_initialize_embed, source), "positions", "sizes")
     head = part_spec(name, "head", build_head, partial(_initialize_head, source), "pixels", "patches", "sizes")
     assert embed.reads is not None
     return [
-        replace(embed, reads=embed.reads | {"input_ids"}),  # padded, they say which tokens are patches
-        *block_specs(source, name, frozen=options.frozen),
-        head,
+        replace(
+            embed,
+            reads=embed.reads | {"input_ids"},  # padded, they say which tokens are patches
+            tensor_parallel=TensorParallel(build=build_embed, tokens=lambda shapes: {}),
+        ),
+        *block_specs(source, name, count, frozen=options.frozen),
+        replace(head, tensor_parallel=TensorParallel(build=build_head, tokens=partial(hidden_tokens, name, count))),
     ]
 
 
-def drawing_loss(name: str, generator: GeneratorModule, drawn: Tensor, batch: Batch) -> Tensor:
-    """Return the mean squared error of each patch's pixels, summed over patches.
+def patch_losses(
+    name: str, generator: GeneratorModule, drawn: Tensor, batch: Batch, own: slice = slice(None)
+) -> Tensor:
+    """Return the mean squared error of each patch's pixels, ``[patches]``.
 
     Args:
         name: The generator's name.
         generator: It.
         drawn: What it has made.
         batch: The samples, packed or padded.
+        own: Which patches these are: of a packed cell, or of each image of a padded microbatch.
     """
     target = batch.get(f"{name}.patches")
-    if target is None:
+    if target is not None:
+        target = target[own]
+    else:
         size = patch_size(generator.source)
-        valid, pixels = valid_patches(batch, name, size, drawn.device), batch.get(f"{name}.pixels")
+        valid, pixels = valid_patches(batch, name, size, drawn.device)[:, own], batch.get(f"{name}.pixels")
         drawn = drawn[valid]
         target = drawn.detach()  # of a microbatch without any
         if pixels is not None:
-            target = nn.functional.unfold(pixels, size, stride=size).transpose(1, 2)[valid]
+            target = nn.functional.unfold(pixels, size, stride=size).transpose(1, 2)[:, own][valid]
     drawn = drawn if drawn.dtype is torch.float64 else drawn.float()
-    return generator.options.loss_weight * (drawn - target.to(drawn.dtype)).square().mean(-1).sum()
+    return generator.options.loss_weight * (drawn - target.to(drawn.dtype)).square().mean(-1)
 
 
 def _initialize_embed(source: Source, module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from resilient.models.multimodal.vision import valid_patches
 from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
 from resilient.models.segments import Segments, through_block, window_mask
 from resilient.models.tensor_parallel.devices import TensorDevices
-from resilient.models.tensor_parallel.exchanges import token_losses
+from resilient.models.tensor_parallel.exchanges import TOKEN_LOSSES, gather_tokens, token_losses
 from resilient.models.tensor_parallel.linears import (
     COLUMNS,
     ROWS,
@@ -32,9 +32,6 @@ from resilient.models.tensor_parallel.linears import (
 
 LANGUAGE_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> what its classes' names begin with."""
-
-TOKEN_LOSSES = "losses"
-"""Entry of the activations behind a head that has taken the loss of some tokens itself."""
 
 
 class Rotary:
@@ -153,12 +150,8 @@ class LanguageHead(Layer):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
-        hidden, packed = self.norm(activations["hidden"]), "llm.segments" in batch
-        states = {
-            states_of(name): hidden[batch["input_ids"] == token] if packed else hidden
-            for name, token in self.drawn.items()
-        }
-        return {"logits": self.lm_head(hidden), **states}
+        hidden = self.norm(activations["hidden"])
+        return {"logits": self.lm_head(hidden), **_states_of(self.drawn, hidden, batch)}
 
 
 class LanguageEmbedPart(Layer):
@@ -227,12 +220,14 @@ class LanguageHeadPart(Layer):
 
     Args:
         source: The language model.
+        drawn: As for :class:`LanguageHead`; what generators get all devices have.
         unshifted: Whether the labels are the tokens that are read, and not those that follow.
         devices: They.
     """
 
-    def __init__(self, source: Source, unshifted: bool, devices: TensorDevices) -> None:
+    def __init__(self, source: Source, drawn: Mapping[str, int], unshifted: bool, devices: TensorDevices) -> None:
         super().__init__()
+        self.drawn = dict(drawn)
         config: Any = source.config
         (norm,) = modeling(source.family, LANGUAGE_FAMILIES[source.family] + "RMSNorm")
         self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
@@ -243,12 +238,24 @@ class LanguageHeadPart(Layer):
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         labels = batch["labels"]
-        hidden = entering(self.norm(activations["hidden"]), [self.lm_head], self._devices, labels.shape[1])
-        logits = self.lm_head(hidden)
+        own = self.norm(activations["hidden"])
+        states = self._states(own, batch) if self.drawn else {}
+        logits = self.lm_head(entering(own, [self.lm_head], self._devices, labels.shape[1]))
         if self.unshifted and "llm.segments" not in batch:  # nothing is to be read after the last one
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         logits = logits if logits.dtype is torch.float64 else logits.float()
-        return {TOKEN_LOSSES: token_losses(logits, labels, self._devices, self.num_classes, IGNORED_LABEL)}
+        return {TOKEN_LOSSES: token_losses(logits, labels, self._devices, self.num_classes, IGNORED_LABEL), **states}
+
+    def _states(self, own: Tensor, batch: Batch) -> Activations:
+        """Return what generators get of all tokens, given this device's."""
+        hidden = gather_tokens(own, self._devices, batch["input_ids"].shape[1])
+        return _states_of(self.drawn, hidden, batch)
+
+
+def _states_of(drawn: Mapping[str, int], hidden: Tensor, batch: Batch) -> Activations:
+    """Return what each generator gets of the head's hidden states ``[microbatch, seq, width]``."""
+    packed = "llm.segments" in batch
+    return {states_of(name): hidden[batch["input_ids"] == token] if packed else hidden for name, token in drawn.items()}
 
 
 def language_layers(
@@ -316,10 +323,10 @@ def language_layers(
     head = spec(
         "head",
         partial(LanguageHead, source, drawn),
-        partial(LanguageHeadPart, source, unshifted),
+        partial(LanguageHeadPart, source, drawn, unshifted),
         head_names,
         reads=frozenset(("labels", *(("input_ids",) if drawn else ()))),
-        for_loss=frozenset({"logits"} if drawn else ()),
+        for_loss=frozenset({"logits", TOKEN_LOSSES} if drawn else ()),
         tied=tied,
         cut={} if tied else {"lm_head": 0},
     )

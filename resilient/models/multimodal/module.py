@@ -20,12 +20,13 @@ from resilient.errors import ArgumentError, SampleError, literal
 from resilient.models.layer import Activations, Batch
 from resilient.models.multimodal import language
 from resilient.models.multimodal.encoder import EncoderModule, grid, num_patches, patch_size
-from resilient.models.multimodal.generator import GeneratorModule, drawing_loss, drawn_by, generator_layers
-from resilient.models.multimodal.language import TOKEN_LOSSES, language_layers
+from resilient.models.multimodal.generator import GeneratorModule, drawn_by, generator_layers, patch_losses
+from resilient.models.multimodal.language import language_layers
 from resilient.models.multimodal.vision import vision_layers
 from resilient.models.multimodal.vision_families import VISION_FAMILIES
 from resilient.models.packing import why_unpackable
 from resilient.models.pretrained import Source, resolve
+from resilient.models.tensor_parallel.exchanges import TOKEN_LOSSES
 
 
 class MultimodalModule:
@@ -99,7 +100,7 @@ class MultimodalModule:
         """Return the cross entropy summed over all positions with a label, and the errors of all patches, as far as
         logits and patches are in the activations."""
         found = [
-            drawing_loss(name, generator, activations[drawn_by(name)], batch)
+            patch_losses(name, generator, activations[drawn_by(name)], batch).sum()
             for name, generator in self.generators.items()
             if drawn_by(name) in activations
         ]

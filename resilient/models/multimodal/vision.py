@@ -26,6 +26,9 @@ from resilient.models.tensor_parallel.devices import TensorDevices
 from resilient.models.tensor_parallel.exchanges import gather_tokens
 from resilient.models.tensor_parallel.linears import ROWS, TokenCount, divide_linears
 
+TokensOf = Callable[[Shapes], int]
+"""Given the shapes of a microbatch, returns how many tokens a unit's layers read of it."""
+
 _FIRST_VERSION = 5
 """Of transformers whose blocks consist of the linear layers that families name."""
 
@@ -183,18 +186,24 @@ class VisionEmbedPart(VisionEmbed):
 class VisionBlockPart(VisionBlock):
     """One tensor-parallel device's heads of a block and part of its multilayer perceptron, for all tokens."""
 
-    def __init__(self, source: Source, name: str, index: int, devices: TensorDevices) -> None:
+    def __init__(self, source: Source, name: str, index: int, count: TokensOf, devices: TensorDevices) -> None:
         super().__init__(source, name, index)
-        self._source = source
+        self._count = count
+        self._devices = devices
         self._all_tokens = TokenCount()
         divide_linears(self.block, VISION_FAMILIES[source.family].rules(), devices, self._all_tokens)
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         name = f"{self.unit}.hidden"
-        return {**activations, name: self._run(batch, activations[name])}
+        own = activations[name]
+        self._all_tokens.value = self._count(shapes_of(batch))
+        if self._all_tokens.value:
+            return {**activations, name: self._run(batch, own)}
+        self._all_tokens.value = 1  # as :func:`through_block` does, on the device whose that one is
+        one = nn.functional.pad(own, (0, 0, 0, self._devices.own_size(1)))
+        return {**activations, name: self._run(batch, one)[:, :0]}
 
     def _num_tokens(self, batch: Batch, hidden: Tensor) -> int:
-        self._all_tokens.value = num_tokens(self._source, self.unit, _shapes(batch))
         return self._all_tokens.value
 
 
@@ -212,7 +221,7 @@ class ProjectorPart(Projector):
             self.projection(self.norm(activations[f"{self.unit}.hidden"])),
             batch.get(f"{self.unit}.positions"),
         )
-        features = gather_tokens(made, self._devices, num_tokens(self._source, self.unit, _shapes(batch)))
+        features = gather_tokens(made, self._devices, num_tokens(self._source, self.unit, shapes_of(batch)))
         if positions is None:
             features = features[:, self.num_class_tokens :]
         else:
@@ -220,18 +229,28 @@ class ProjectorPart(Projector):
         return {**rest, f"{self.unit}.features": features}
 
 
-def num_tokens(source: Source, name: str, shapes: Shapes) -> int:
-    """Return how many tokens an encoder makes, class tokens included: of all images of a packed cell, which are one
-    row, or of each image of a padded microbatch."""
+def num_patches_of(source: Source, name: str, shapes: Shapes) -> int:
+    """Return how many patches there are of all images of a packed cell, or of each image of a padded microbatch.
+
+    Those of a packed cell are one row, of an encoder class tokens included.
+    """
     if f"{name}.positions" in shapes:
         return shapes[f"{name}.positions"][0]
     pixels = shapes.get(f"{name}.pixels")
     (height, width), patch = pixels[-2:] if pixels is not None else (0, 0), pair(source.config.patch_size)
-    num_patches = 1 if pixels is None else height // patch[0] * (width // patch[1])
-    return num_patches + (VISION_FAMILIES[source.family].class_token is not None)
+    return 1 if pixels is None else height // patch[0] * (width // patch[1])
 
 
-def _shapes(batch: Batch) -> Shapes:
+def num_tokens(source: Source, name: str, shapes: Shapes) -> int:
+    """Return how many tokens an encoder makes, class tokens included: of all images of a packed cell, which are one
+    row, or of each image of a padded microbatch."""
+    is_packed = f"{name}.positions" in shapes
+    has_class_token = VISION_FAMILIES[source.family].class_token is not None
+    return num_patches_of(source, name, shapes) + (has_class_token and not is_packed)
+
+
+def shapes_of(batch: Batch) -> Shapes:
+    """Return the shapes of a microbatch's entries."""
     return {name: tuple(tensor.shape) for name, tensor in batch.items()}
 
 
@@ -256,16 +275,24 @@ def vision_layers(
     build = partial(_build, frozen, VisionEmbed, source, name)
     initialize, projected = partial(_initialize_embed, source), partial(_initialize_projector, source)
     embed = TensorParallel(build=partial(_build, frozen, VisionEmbedPart, source, name), tokens=lambda shapes: {})
-    project = TensorParallel(build=build_projector, tokens=partial(_hidden_tokens, source, name))
+    count = partial(num_tokens, source, name)
+    project = TensorParallel(build=build_projector, tokens=partial(hidden_tokens, name, count))
     return [
         replace(part_spec(name, "embed", build, initialize, "pixels", "patches", "positions"), tensor_parallel=embed),
-        *block_specs(source, name, frozen=frozen),
+        *block_specs(source, name, count, frozen=frozen),
         replace(part_spec(name, "projector", build_projector, projected, "positions"), tensor_parallel=project),
     ]
 
 
-def block_specs(source: Source, name: str, *, frozen: bool) -> list[LayerSpec]:
-    """Return the blocks of an encoder, or of a generator that is made of them, ``{name}.block.{i}``."""
+def block_specs(source: Source, name: str, count: TokensOf, *, frozen: bool) -> list[LayerSpec]:
+    """Return the blocks of an encoder, or of a generator that is made of them, ``{name}.block.{i}``.
+
+    Args:
+        source: It.
+        name: Its name.
+        count: Returns how many tokens a block reads.
+        frozen: Keep its parameters as they are.
+    """
     config: Any = source.config
     family, why_not = VISION_FAMILIES[source.family], _why_not(source)
     specs = [
@@ -285,8 +312,8 @@ def block_specs(source: Source, name: str, *, frozen: bool) -> list[LayerSpec]:
             spec,
             cut={} if why_not else {f"block.{path}": int(rule == ROWS) for path, rule in family.rules().items()},
             tensor_parallel=TensorParallel(
-                build=partial(_build, frozen, VisionBlockPart, source, name, i),
-                tokens=partial(_hidden_tokens, source, name),
+                build=partial(_build, frozen, VisionBlockPart, source, name, i, count),
+                tokens=partial(hidden_tokens, name, count),
                 divisible={"attention heads": config.num_attention_heads},
                 why_not=why_not,
             ),
@@ -295,9 +322,9 @@ def block_specs(source: Source, name: str, *, frozen: bool) -> list[LayerSpec]:
     ]
 
 
-def _hidden_tokens(source: Source, name: str, shapes: Shapes) -> dict[str, int]:
-    """Return how many tokens there are of what enters a block or the projector."""
-    return {f"{name}.hidden": num_tokens(source, name, shapes)}
+def hidden_tokens(name: str, count: TokensOf, shapes: Shapes) -> dict[str, int]:
+    """Return how many tokens there are of what enters a block or the unit's last layer."""
+    return {f"{name}.hidden": count(shapes)}
 
 
 def _why_not(source: Source) -> str:

@@ -14,6 +14,9 @@ from torch.autograd import Function
 
 from resilient.models.tensor_parallel.devices import TensorDevices
 
+TOKEN_LOSSES = "losses"
+"""Entry of the activations behind a layer that has taken the loss of some tokens itself."""
+
 
 def gather_tokens(part: Tensor, devices: TensorDevices, num_tokens: int) -> Tensor:
     """Return all tokens ``[microbatch, num_tokens, ...]`` of which each device has some."""

@@ -36,7 +36,9 @@ from tests.network_namespaces import Network, machines, needs_namespaces
 
 pytestmark = needs_etcd
 
-NODES = 6
+NODES, OUTSIDE = 6, 3
+"""Of jobs with nodes of their own, and of those whose nodes are machines: each of these imports torch itself."""
+SMALL = ("--min-pipeline-nodes", "1")
 HEARTBEAT = "--heartbeat-s 2"
 LONGER, LEASE_S = "--heartbeat-s 3", 9
 """Where a link is cut for a moment: TCP needs up to as long again to get over it."""
@@ -215,14 +217,14 @@ def led_from_outside(folder: Path) -> Iterator[LedFromOutside]:
     words, (gate,) = held(folder, 6)
     (folder / "token").write_text("a secret of this test\n")
     with (
-        machines(NODES + 1) as network,
-        etcd_server(folder / "etcd", network.address(NODES), lambda line: network.on(NODES, line)) as server,
+        machines(OUTSIDE + 1) as network,
+        etcd_server(folder / "etcd", network.address(OUTSIDE), lambda line: network.on(OUTSIDE, line)) as server,
     ):
         url = f"etcd://{server.endpoint}/jobs/this"
         alone = f"--no-local-nodes --host {network.own_address} --port 29400 --token-file {folder / 'token'}"
         with (
-            started(folder / "run", *words, nodes=NODES, options=f"{LONGER} --store {url} {alone}") as job,
-            agents_on(folder, network, NODES, url) as joined,
+            started(folder / "run", *SMALL, *words, nodes=OUTSIDE, options=f"{LONGER} --store {url} {alone}") as job,
+            agents_on(folder, network, OUTSIDE, url) as joined,
         ):
             job.wait_for_step(5)
             yield LedFromOutside(network=network, server=server, job=job, joined=joined, gate=gate)
@@ -236,7 +238,7 @@ def check_led_on(led: LedFromOutside, folder: Path, reference: Run) -> None:
     led.gate.touch()
     codes = [each.wait(60) for each in led.joined]
     run = ended(job)
-    assert codes == [0] * NODES, (folder / "agents.log").read_text()
+    assert codes == [0] * OUTSIDE, (folder / "agents.log").read_text()
     (event,) = run.of_kind("took_over")
     assert event["address"].endswith(":29400"), "one port is open"
     assert "another coordinator has taken this job over (term 2 in" in job.output
@@ -255,17 +257,17 @@ def test_coordinator_that_is_cut_off_from_etcd_resigns_and_another_leads(
     Where it is gone before that, nobody is left who could see the link mended, and that is not waited for.
     """
     with led_from_outside(tmp_path) as led:
-        cut(led.network, NODES)
+        cut(led.network, OUTSIDE)
         time.sleep(3)
-        led.network.join(NODES)
+        led.network.join(OUTSIDE)
         wait_until(lambda: lease_left_s(led.server) >= LEASE_S - 1)
         assert terms(tmp_path) == []
-        cut(led.network, NODES)
+        cut(led.network, OUTSIDE)
         mended_at = time.monotonic() + 30
         wait_until(lambda: terms(tmp_path) == [2])
         with suppress(subprocess.TimeoutExpired):
             led.job.popen.wait(max(0.0, mended_at - time.monotonic()))
-        led.network.join(NODES)
+        led.network.join(OUTSIDE)
         check_led_on(led, tmp_path, reference)
         link = rf"{re.escape(led.network.own_address)} -> {re.escape(led.server.endpoint)}: last answer \d+ s ago"
     assert re.search(rf"term 1 ends in .* for want of etcd: etcd must answer at .*\({link}", led.job.output)
@@ -278,7 +280,7 @@ def test_coordinator_that_no_node_hears_resigns_and_one_of_them_leads(
 ) -> None:
     """It keeps its lease, for etcd hears it: it would be of no use to anybody."""
     with led_from_outside(tmp_path) as led:
-        for machine in range(NODES):
+        for machine in range(OUTSIDE):
             cut(led.network, machine)
         check_led_on(led, tmp_path, reference)
         own = led.network.own_address
@@ -291,15 +293,15 @@ def test_coordinator_that_no_node_hears_resigns_and_one_of_them_leads(
 @needs_namespaces
 def test_coordinator_that_etcd_alone_can_elect_follows_itself(reference: Run, tmp_path: Path) -> None:
     """No node can reach etcd, so none stands: they come back to the launcher, which leads on in a second term."""
-    count = 4
     words, (gate,) = held(tmp_path, 6)
     (tmp_path / "token").write_text("a secret of this test\n")
-    with machines(count) as network, etcd_server(tmp_path / "etcd") as server:
+    with machines(OUTSIDE) as network, etcd_server(tmp_path / "etcd") as server:
         url = f"etcd://{server.endpoint}/jobs/this"
         alone = f"--no-local-nodes --host {network.own_address} --token-file {tmp_path / 'token'}"
-        with started(tmp_path / "run", *words, nodes=count, options=f"{HEARTBEAT} --store {url} {alone}") as job:
+        options = f"{HEARTBEAT} --store {url} {alone}"
+        with started(tmp_path / "run", *SMALL, *words, nodes=OUTSIDE, options=options) as job:
             address = job.wait_for(lambda event: event["kind"] == "listening")["address"]
-            with agents_on(tmp_path, network, count, address) as joined:
+            with agents_on(tmp_path, network, OUTSIDE, address) as joined:
                 job.wait_for_step(5)
                 server.send(signal.SIGKILL)
                 wait_until(lambda: "the lease of term 1 is over" in job.output)
@@ -309,7 +311,7 @@ def test_coordinator_that_etcd_alone_can_elect_follows_itself(reference: Run, tm
                 codes = [each.wait(60) for each in joined]
                 exit_code = job.popen.wait(60)
             run = ended(job)
-    assert (exit_code, codes) == (0, [0] * count), (tmp_path / "agents.log").read_text()
+    assert (exit_code, codes) == (0, [0] * OUTSIDE), (tmp_path / "agents.log").read_text()
     assert len(re.findall(r"generation 1:", job.output)) == 1, "what was told once is not told again"
     check_equal(run, reference)
     assert (len(run.generations), run.of_kind("node_lost")) == (1, [])

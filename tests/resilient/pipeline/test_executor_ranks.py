@@ -116,7 +116,7 @@ def one_step(place: Place, batches: Batches) -> tuple[float, dict[str, LayerStat
         loss = place.executor.run(work_of(place, batches, STEP))
         place.comm.all_reduce(torch.zeros(1), tuple(range(place.comm.size))).wait()  # the barrier of every step
     place.gradient_sync.close()
-    return loss.item(), place.ledger.current
+    return loss.sum().item(), place.ledger.current
 
 
 def three_steps(place: Place, batches: Batches) -> dict[str, LayerState]:

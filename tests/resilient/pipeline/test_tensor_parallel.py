@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.generator import GeneratorModule
 from resilient.models.multimodal.module import MultimodalModule
 from resilient.runtime.batches import Batches
 from resilient.runtime.job import Job
@@ -87,7 +88,14 @@ ENCODERS: dict[str, PretrainedConfig] = {
 
 
 class Pictures:
-    """A picture of one to six patches, or none, before a few tokens."""
+    """A picture of one to six patches, or none, before a few tokens.
+
+    Args:
+        drawn: It is to be made, so its patches are targets as well.
+    """
+
+    def __init__(self, *, drawn: bool = False) -> None:
+        self._drawn = drawn
 
     def __len__(self) -> int:
         return 24
@@ -103,7 +111,8 @@ class Pictures:
         return {**sample, "vision.pixels": pixels.double()}
 
     def num_targets(self, index: int) -> int:
-        return 4 if index % 4 else 3
+        num_patches = index % 4 * (1 + index % 2)
+        return (4 if index % 4 else 3) + self._drawn * num_patches
 
 
 class Texts:
@@ -211,6 +220,22 @@ def test_pictures_go_from_one_degree_to_another(
 ) -> None:
     """Between blocks of the encoder, behind its projector, and behind the embedding."""
     check_gradients(pictures_job(ENCODERS["vit"]), Plan(pipelines=(pipeline(cuts, 8, 0, *degrees),)), tmp_path)
+
+
+DRAWING = {
+    "one stage": Plan(pipelines=(pipeline((0, 10), 8, 0, 2),)),
+    "behind the language model, and in the generator": Plan(
+        pipelines=(pipeline((0, 6, 10), 5, 0, 2, 1), pipeline((0, 8, 10), 3, 2, 1, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", DRAWING.values(), ids=DRAWING.keys())
+def test_gradients_of_a_generator_equal_those_of_one_process(plan: Plan, tmp_path: Path) -> None:
+    generator = GeneratorModule(ENCODERS["vit"], placeholder_id=PLACEHOLDER)
+    parts: dict[str, Any] = {"encoders": {}, "generators": {"vision": generator}}
+    model = MultimodalModule(**parts, language_model=FAMILIES["llama"], labels="shifted")
+    check_gradients(make_job(model=model, dataset=Pictures(drawn=True)), plan, tmp_path)
 
 
 @pytest.mark.parametrize("tp_chunks", [1, 2])

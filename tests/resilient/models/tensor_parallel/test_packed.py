@@ -12,7 +12,9 @@ from transformers import PretrainedConfig
 from resilient.data import collate_multimodal
 from resilient.models.layer import Activations
 from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.generator import GeneratorModule
 from resilient.models.multimodal.module import MultimodalModule
+from resilient.models.summed_loss import loss_behind
 from resilient.models.tensor_parallel.devices import TensorDevices
 from resilient.optim import SGD
 from resilient.state.binding import bind
@@ -53,12 +55,15 @@ def check(model: MultimodalModule, samples: Sequence[dict[str, Any]], degree: in
     def work(devices: TensorDevices) -> tuple[float, dict[str, LayerState]]:
         states: dict[str, LayerState] = {}
         activations: Activations = {}
+        losses: list[torch.Tensor] = []
         for spec, layer in zip(model.layers, profile.layers, strict=True):
             held = layer.part(devices.own(degree).start, degree)
             states[spec.name] = LayerState(spec, layouts[spec.name], (), job.dtype, job.device, held)
             states[spec.name].take(initial[spec.name], held)
             activations = bind(spec, states, job.device, devices)(activations, batch)
-        own = model.loss(activations, batch)
+            taken, activations = loss_behind(model, len(states) - 1, activations, batch)
+            losses += [] if taken is None else [taken]
+        own = torch.stack(losses).sum()
         own.backward()
         return float(own.detach()), states
 
@@ -96,3 +101,13 @@ def test_cell_of_one_picture_of_one_patch_and_of_text_alone() -> None:
     encoder = EncoderModule(ENCODERS["siglip"], placeholder_id=PLACEHOLDER)
     model = MultimodalModule(encoders={"vision": encoder}, language_model=FAMILIES["llama"], labels="shifted")
     check(model, samples_of(1, 0), 2)
+
+
+@pytest.mark.parametrize("config", ENCODERS.values(), ids=ENCODERS.keys())
+@pytest.mark.parametrize("pictures", [(2, 0, 3), (1, 0), (0, 0)], ids=["several", "one of one patch", "none"])
+def test_generator_of_packed_pictures(config: PretrainedConfig, pictures: tuple[int, ...]) -> None:
+    generator = GeneratorModule(config, placeholder_id=PLACEHOLDER)
+    model = MultimodalModule(
+        encoders={}, language_model=FAMILIES["llama"], generators={"vision": generator}, labels="shifted"
+    )
+    check(model, samples_of(*pictures), 2)
