@@ -10,10 +10,11 @@ from resilient.common.network.ports import port_range
 from resilient.errors import ArgumentError
 from resilient.observability.step_trace import parse_steps
 from resilient.protocol.alike import ALLOWABLE
-from resilient.protocol.job_config import training_schedule
+from resilient.protocol.job_config import AUTO_SCHEDULE, training_schedule
 from resilient.protocol.messages import Injection
 from resilient.protocol.shown_streams import ShownStreams
-from resilient.templates.plan import AUTO_DEGREE, Sharding, tensor_degree
+from resilient.templates.plan import AUTO_DEGREE, Sharding, check_methods, tensor_degree
+from resilient.templates.schedules.kind import ScheduleKind
 
 _LEAST_TOKEN = 16
 _REPEATED = (
@@ -62,7 +63,8 @@ class LaunchOptions:
         shard: Whether workers of a node divide the states of their stage, each with microbatches of its own:
             a :class:`resilient.templates.plan.Sharding`.
         tp: How many workers of a node share each microbatch, tensor parallel: a number, or "auto" for whatever makes
-            steps shortest. Beside a number other than 1, ``shard`` is off.
+            steps shortest. Beside a number other than 1, ``shard`` is off; with "auto" it may be on or auto, and
+            pipelines of both kinds stand side by side where that is fastest.
         tp_chunks: In how many chunks these exchange tokens, instead of what the script asks for; None for that.
         heartbeat_s: Silence after which a connection to a node counts as broken.
         orphan_s: How long nodes train on without a coordinator, and it waits for all of them when none is heard of.
@@ -146,9 +148,8 @@ class LaunchOptions:
             choices = ", ".join(Sharding)
             raise ArgumentError("shard", f"be one of {choices}", repr(self.shard), "leave it out for off")
         degree = tensor_degree(self.tp)
-        if degree != 1 and self.shard != Sharding.OFF:
-            constraint = f"be {Sharding.OFF} beside {{tp}} {self.tp} (tensor-parallel stages are not sharded yet)"
-            raise ArgumentError("shard", constraint, self.shard, "leave one of them out")
+        schedule = training_schedule(self.schedule or AUTO_SCHEDULE)
+        check_methods(None if schedule == AUTO_SCHEDULE else ScheduleKind(schedule), degree, Sharding(self.shard))
         if degree is not None and self.workers_per_node % degree:
             constraint = f"divide {{workers_per_node}} {self.workers_per_node}"
             raise ArgumentError("tp", constraint, self.tp, f"give another, or {AUTO_DEGREE} for any in each stage")
@@ -162,8 +163,6 @@ class LaunchOptions:
         if not self.wait_for_nodes_s >= 0:
             fix = "give 0 for not waiting at all"
             raise ArgumentError("wait_for_nodes_s", "be >= 0", f"{self.wait_for_nodes_s:g}", fix)
-        if self.schedule:
-            training_schedule(self.schedule)
         parse_steps(self.trace_steps)
         port_range(self.port_range)
         _ = self.shown

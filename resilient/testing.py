@@ -111,6 +111,7 @@ def run_job(
     workers_per_node: int = 1,
     shard: str = "off",
     tp: str = "1",
+    network_gbit_s: float | None = None,
     failures: Sequence[Injection] = (),
     resume: Path | str | None = None,
     heartbeat_s: float = 5.0,
@@ -129,6 +130,7 @@ def run_job(
         workers_per_node: Workers of each.
         shard: Whether they divide the states of their stage: ``off``, ``auto`` or ``on``.
         tp: How many of them share each microbatch: a number or ``auto``.
+        network_gbit_s: Between two nodes, for each worker, as plans count it; None where it is too fast to matter.
         failures: What to kill, and when (:func:`fail_at`).
         resume: A checkpoint folder to begin from.
         heartbeat_s: Seconds of silence after which a node counts as lost.
@@ -150,6 +152,7 @@ def run_job(
         workers_per_node=workers_per_node,
         shard=shard,
         tp=tp,
+        network_gbit_s=network_gbit_s,
         run_directory=str(directory),
         resume=None if resume is None else str(resume),
         heartbeat_s=heartbeat_s,

@@ -54,6 +54,36 @@ def degree_text(degree: int | None) -> str:
     return AUTO_DEGREE if degree is None else str(degree)
 
 
+def check_methods(schedule: ScheduleKind | None, degree: int | None, sharding: Sharding) -> None:
+    """Refuse what stages of several devices cannot be at the same time.
+
+    Args:
+        schedule: What pipelines run; None where that is not decided yet.
+        degree: As :func:`tensor_degree` returns it.
+        sharding: Whether stages may, or must be sharded.
+
+    Raises:
+        ArgumentError: The schedule has stages of one device alone, or all stages are tensor parallel and some are to
+            be sharded.
+    """
+    if schedule in CHUNK_KINDS:
+        one_each, fix = (
+            f"for {schedule.value}, whose stages have one device each",
+            "leave it out, or choose another schedule",
+        )
+        if degree not in (None, 1):
+            raise ArgumentError("tp", f"be 1 {one_each}", degree, fix)
+        if sharding is not Sharding.OFF:
+            raise ArgumentError("shard", f"be off {one_each}", sharding, fix)
+    if degree not in (None, 1) and sharding is not Sharding.OFF:
+        raise ArgumentError(
+            "shard",
+            f"be off beside {{tp}} {degree} (devices of a stage share each microbatch or have their own, not both)",
+            sharding,
+            f"give {{tp}} {AUTO_DEGREE} for pipelines of both kinds",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """The job that plans are made for; the same from its start to its end.
@@ -108,23 +138,10 @@ class PlanningProblem:
                 f"choose another, {ScheduleKind.ONE_F_ONE_B.value} needs the least memory",
             )
         check_chunks(self.schedule, self.num_chunks)
-        if self.schedule in CHUNK_KINDS and self.profile.tp_degrees[0] != 1:
-            raise ArgumentError(
-                "tp_degrees",
-                f"begin with 1 for {self.schedule.value} (its stages have one device each)",
-                self.profile.tp_degrees,
-                "profile that degree or choose another schedule",
-            )
-        if self.schedule in CHUNK_KINDS and self.sharding is not Sharding.OFF:
-            raise ArgumentError(
-                "sharding",
-                f"be off for {self.schedule.value} (its stages have one device each)",
-                self.sharding.value,
-                "choose another schedule",
-            )
+        check_methods(self.schedule, self.profile.tp_degrees[0], self.sharding)
         if self.templates and self.sharding is not Sharding.OFF:
             raise ArgumentError(
-                "sharding",
+                "shard",
                 "be off for jobs with a planner (it decides which units are sharded)",
                 self.sharding.value,
                 "leave it out",

@@ -52,9 +52,8 @@ def plan_transfers(
         As :func:`transfers_between`.
 
     Raises:
-        ValueError: ``held`` names a state or rank that does not exist, or a stage is both sharded and tensor parallel.
+        ValueError: ``held`` names a state or rank that does not exist.
     """
-    _check_degrees(plan)
     _check_held(problem, len(plan.slots) + num_sources, held)
     return transfers_between(plan.holders(problem.profile), held)
 
@@ -168,16 +167,6 @@ def _split(want: _Missing, load: dict[int, int]) -> list[Transfer]:
 def _fill_level(loads: Sequence[int], amount: int) -> int:
     """Return the level, rounded up, that the lowest of ``loads`` (ascending) reach when ``amount`` is poured in."""
     return min([-(-(amount + total) // count) for count, total in enumerate(accumulate(loads), start=1)])
-
-
-def _check_degrees(plan: Plan) -> None:
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.template.stages]
-    both = next((stage for stage in stages if stage.tp_degree > 1 and stage.shard > 1), None)
-    if both is not None:
-        raise ValueError(
-            f"tp_degree of a sharded stage must be 1 in a plan that is executed, got {both.tp_degree}; groups of "
-            "tensor-parallel devices that divide a state are planned and simulated only: train without one of the two"
-        )
 
 
 def _check_held(problem: PlanningProblem, num_ranks: int, held: Holdings) -> None:

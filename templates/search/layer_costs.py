@@ -1,12 +1,12 @@
 """What each layer costs a stage for one round of microbatches, by the devices that the stage has.
 
-A stage of d devices is tensor parallel at one of the profile's degrees t. In a round of one microbatch that is all. In
-a round of r it has r groups of t devices and is *sharded*: each group takes a microbatch of its own, and all devices of
-the stage divide its states and gradients. Jobs run no stage beside these that has one group for all microbatches of a
-round, so none is planned.
+A stage of d devices is tensor parallel at one of the profile's degrees in rounds of one microbatch. In rounds of r it
+has r devices and is *sharded*: each device takes a microbatch of its own, and all of them divide the stage's states and
+gradients. Jobs run no stage of r groups that are tensor parallel, nor one beside these whose devices share a round, so
+none is planned.
 
 Devices of a sharded stage gather a layer before its forward and before its backward, and scatter its gradients, summed,
-after the backward: in a ring inside the node, (r - 1) messages of 1 / (r t) of the bytes. They do so while another
+after the backward: in a ring inside the node, (r - 1) messages of 1 / r of the bytes. They do so while another
 layer computes, so of a layer's time and that of its messages the longer counts. In memory are then the parameters of
 the layer that is differentiated and of the one that comes in meanwhile, its gradients, and those of the one before that
 are being summed, of which every device receives the others' addends to its part.
@@ -27,8 +27,8 @@ class StageOption(NamedTuple):
 
     Args:
         num_devices: All of them.
-        shard: Groups that they form.
-        degree_index: Of the tensor-parallel degree of a group.
+        shard: How many of them divide its states, each with microbatches of its own; 1 where they share each.
+        degree_index: Of the tensor-parallel degree: of 1 where it is sharded.
     """
 
     num_devices: int
@@ -49,7 +49,7 @@ class LayerCosts:
         options: Those that fit in a node.
         forward: Time of the forward.
         backward: Time of the backward, where something needs it.
-        held: States and gradients that all devices of a group have of a layer, without the owners it shares from: as
+        held: States and gradients that tensor-parallel devices have of a layer, without the owners it shares from: as
             many times what the one with the most has.
         kept: Activations that a device keeps of its microbatch: what enters at least, where that wants a gradient.
         workspace: The most that a device uses beside them while the layer runs.
@@ -69,7 +69,7 @@ class LayerCosts:
         self.options = sorted(
             StageOption(degree * round_size, round_size, index)
             for index, degree in enumerate(problem.profile.tp_degrees)
-            if degree * round_size <= self._cluster.devices_per_node
+            if degree * round_size <= self._cluster.devices_per_node and 1 in (degree, round_size)
         )
         costs = [[layer.costs[option.degree_index] for layer in layers] for option in self.options]
         forward = [[nanoseconds(cost.forward_ms) for cost in row] for row in costs]

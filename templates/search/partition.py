@@ -5,9 +5,10 @@ many as one of the profile's tensor-parallel degrees; a node may have several st
 what the schedule keeps in flight (:mod:`resilient.templates.search.stage_cost_model` has their times and bytes).
 
 Where stages may be sharded, microbatches may go through a template in rounds, of as many as some number divides a
-node's devices into. Each stage then has so many groups of devices that divide its state, each with a microbatch of its
-own (:mod:`resilient.templates.search.layer_costs`). For each size of rounds the search is the same,
-:mod:`resilient.templates.search.layout_search`; the layouts of all are compared.
+node's devices into. Each stage then has so many devices that divide its state, each with a microbatch of its own
+(:mod:`resilient.templates.search.layer_costs`). For each size of rounds the search is the same,
+:mod:`resilient.templates.search.layout_search`; the layouts of all are compared, so that some sizes and shares have
+sharded stages and others tensor-parallel ones, as it is fastest or fits in memory.
 
 How many microbatches a pipeline gets is decided when templates are composed, so a size has a layout for each number
 that it can expect: from half its proportional share up to all. Some schedules have several stages on each device:
@@ -68,8 +69,8 @@ class _RoundsSearch:
     """The search for all sizes of templates and of rounds."""
 
     def __init__(self, problem: PlanningProblem) -> None:
-        devices, degree = problem.cluster.devices_per_node, problem.profile.tp_degrees[0]
-        larger = [size for size in range(2, devices // degree + 1) if devices % size == 0]
+        devices = problem.cluster.devices_per_node
+        larger = [size for size in range(2, devices + 1) if devices % size == 0]
         round_sizes = {
             Sharding.OFF: [1],
             Sharding.AUTO: [1, *larger],

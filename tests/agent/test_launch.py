@@ -125,8 +125,13 @@ def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path
         ),
         (
             {"tp": "2", "shard": "auto"},
-            "shard must be off beside tp 2 (tensor-parallel stages are not sharded yet), got auto; leave one of them "
-            "out",
+            "shard must be off beside tp 2 (devices of a stage share each microbatch or have their own, not both), "
+            "got auto; give tp auto for pipelines of both kinds",
+        ),
+        (
+            {"tp": "2", "workers_per_node": 2, "schedule": "interleaved-1f1b"},
+            "tp must be 1 for interleaved-1f1b, whose stages have one device each, got 2; leave it out, or choose "
+            "another schedule",
         ),
     ],
 )

@@ -179,7 +179,9 @@ def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Plann
         max_failures=max_failures,
         min_pipeline_nodes=min_pipeline_nodes,
         activation_checkpointing=draw(st.booleans()),
-        sharding=draw(st.sampled_from((Sharding.OFF, Sharding.AUTO))) if max_degree > 1 else Sharding.OFF,
+        sharding=draw(st.sampled_from((Sharding.OFF, Sharding.AUTO)))
+        if max_degree > 1 and degrees[0] == 1
+        else Sharding.OFF,
     )
 
 

@@ -86,7 +86,7 @@ def test_microbatches_are_given_to_pipelines_one_after_the_other() -> None:
 def test_planned_jobs_are_sharded_as_their_planner_says() -> None:
     problem = problem_for(ScheduleKind.ONE_F_ONE_B)
     message = (
-        r"^sharding must be off for jobs with a planner \(it decides which units are sharded\), got on; leave it out$"
+        r"^shard must be off for jobs with a planner \(it decides which units are sharded\), got on; leave it out$"
     )
     with pytest.raises(ValueError, match=message):
         replace(problem, templates=(cut(6, 12),), sharding=Sharding.ON)

@@ -256,6 +256,7 @@ def describe(formed: NextGeneration, members: Mapping[int, Member], slowdowns: M
                     "node": pipeline.nodes[stage.node_index],
                     "local_rank": stage.first_device,
                     **({"num_workers": stage.num_devices} if stage.num_devices > 1 else {}),
+                    **({"sharded": True} if stage.shard > 1 else {}),
                     **({"lane": str(stage.lane)} if stage.lane != CHAIN else {}),
                     "first_layer": stage.first_layer,
                     "end_layer": stage.end_layer,

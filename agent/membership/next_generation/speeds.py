@@ -4,13 +4,16 @@ What a worker measures is for one mean microbatch of its plan, whatever share of
 samples, workers divide by what these were expected to take, by the costs and corrections that all of them have.
 
 Measured times are compared with measured times: where the profile is wrong about a layer, it is as wrong for every
-holder. It only weighs the layers of a worker against each other, because pipelines cut the model differently.
+holder. It only weighs the layers of a worker against each other, because pipelines cut the model differently. Of a
+layer that several workers share, it is as wrong for all that share one in the same way, sharded or at one
+tensor-parallel degree: where pipelines differ in that, it is first set right for each way.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.protocol.messages import WorkerProgress
@@ -58,18 +61,23 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, flo
         stage_ms: Measured time of forward and backward of one mean microbatch; 0 or nothing where it is not known.
 
     Returns:
-        Per node, the factor (>= 1, that of its slowest worker) by which it is slower; nodes of pipelines that were not
-        measured as a whole are left out, and so are all where there is nothing to compare with.
+        Per node, the factor (>= 1, that of its slowest worker) by which it is slower: 1 where nobody else shares layers
+        in its way. Nodes of pipelines that were not measured as a whole are left out, and so are all where there is
+        nothing to compare with.
     """
+    layers_ms = [_layers_ms(profile, slot) for slot in plan.slots]
     pipelines = [
         slots
         for slots in _by_pipeline(plan)
-        if all(stage_ms.get((slot.node, slot.local_rank), 0.0) > 0 and _planned_ms(profile, slot) > 0 for slot in slots)
+        if all(stage_ms.get((slot.node, slot.local_rank), 0.0) > 0 for slot in slots)
+        and all(sum(layers_ms[slot.rank].values()) > 0 for slot in slots)
     ]
     if len(pipelines) < 2:
         return {}
     measured = {slot.rank: stage_ms[slot.node, slot.local_rank] for slots in pipelines for slot in slots}
-    planned = [sum(_planned_ms(profile, slot) for slot in slots) for slots in pipelines]
+    _set_right(layers_ms, [slot for slots in pipelines for slot in slots], measured)
+    planned_ms_of = [sum(of_slot.values()) for of_slot in layers_ms]
+    planned = [sum(planned_ms_of[slot.rank] for slot in slots) for slots in pipelines]
     rates = [
         sum(measured[slot.rank] for slot in slots) / planned_ms
         for slots, planned_ms in zip(pipelines, planned, strict=True)
@@ -77,13 +85,13 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, flo
     ratios: list[list[float]] = [[] for _ in profile.layers]
     for slots in pipelines:
         for slot in slots:
-            for layer in _layers_ms(profile, slot):
-                ratios[layer].append(measured[slot.rank] / _planned_ms(profile, slot))
+            for layer in layers_ms[slot.rank]:
+                ratios[layer].append(measured[slot.rank] / planned_ms_of[slot.rank])
     ratios, sorted_rates = [sorted(of_layer) for of_layer in ratios], sorted(rates)
     found: dict[int, float] = {}
     for slots, rate, planned_ms in zip(pipelines, rates, planned, strict=True):
         excess_ms = planned_ms * max(0.0, rate - _median_of_others(sorted_rates, rate))
-        expected = {slot.rank: _expected_ms(profile, slot, measured[slot.rank], ratios) for slot in slots}
+        expected = {slot.rank: _expected_ms(layers_ms[slot.rank], measured[slot.rank], ratios) for slot in slots}
         for slot in sorted(slots, key=lambda slot: (expected[slot.rank] - measured[slot.rank], slot.rank)):
             late_ms = min(excess_ms, max(0.0, measured[slot.rank] - expected[slot.rank]))
             excess_ms -= late_ms
@@ -92,10 +100,27 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, flo
     return found
 
 
-def _expected_ms(profile: ModelProfile, slot: Slot, measured_ms: float, ratios: Sequence[Sequence[float]]) -> float:
+def _set_right(layers_ms: list[dict[int, float]], slots: Sequence[Slot], measured: Mapping[int, float]) -> None:
+    """Multiply what layers are planned to take, by rank, such that it is as right for each way of sharing layers."""
+    ratios: dict[tuple[bool, int] | None, list[float]] = {}
+    for slot in slots:
+        ratios.setdefault(_way(slot), []).append(measured[slot.rank] / sum(layers_ms[slot.rank].values()))
+    if len(ratios) > 1:
+        for slot in slots:
+            factor = median_low(ratios[_way(slot)])
+            layers_ms[slot.rank] = {layer: ms * factor for layer, ms in layers_ms[slot.rank].items()}
+
+
+def _way(slot: Slot) -> tuple[bool, int] | None:
+    """Return how a slot's layers are shared; None for lanes of units, of which planners tell what they take."""
+    stage = slot.stages[0]
+    return (stage.shard > 1, stage.tp_degree) if stage.lane == CHAIN else None
+
+
+def _expected_ms(layers_ms: Mapping[int, float], measured_ms: float, ratios: Sequence[Sequence[float]]) -> float:
     """Return how long the other holders would take for a slot's layers, from each layer's ratios of its holders."""
-    ratio = measured_ms / _planned_ms(profile, slot)
-    return sum(ms * _median_of_others(ratios[layer], ratio) for layer, ms in _layers_ms(profile, slot).items())
+    ratio = measured_ms / sum(layers_ms.values())
+    return sum(ms * _median_of_others(ratios[layer], ratio) for layer, ms in layers_ms.items())
 
 
 def _by_pipeline(plan: Plan) -> list[list[Slot]]:
@@ -103,10 +128,6 @@ def _by_pipeline(plan: Plan) -> list[list[Slot]]:
     for slot in plan.slots:
         slots[slot.pipeline_index].append(slot)
     return slots
-
-
-def _planned_ms(profile: ModelProfile, slot: Slot) -> float:
-    return sum(_layers_ms(profile, slot).values())
 
 
 def _layers_ms(profile: ModelProfile, slot: Slot) -> dict[int, float]:
@@ -118,9 +139,10 @@ def _layers_ms(profile: ModelProfile, slot: Slot) -> dict[int, float]:
     layers: dict[int, float] = {}
     for stage in slot.stages:
         recomputed = stage.first_layer + stage.recomputed_layers
+        degree = profile.tp_degrees.index(stage.tp_degree) if stage.lane == CHAIN else 0
         of_stage = {
-            index: (1 + (index < recomputed)) * profile.layers[index].costs[0].forward_ms
-            + profile.layers[index].backward_ms()
+            index: (1 + (index < recomputed)) * profile.layers[index].costs[degree].forward_ms
+            + profile.layers[index].backward_ms(degree)
             for index in range(stage.first_layer, stage.end_layer)
         }
         whole_ms = sum(of_stage.values())

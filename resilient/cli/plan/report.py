@@ -45,10 +45,10 @@ class TemplateRow:
 
     Args:
         num_nodes: Its nodes.
-        tp_degrees: Devices of each stage that share a microbatch.
-        shards: Groups of such devices that divide each stage's state, a microbatch each; 1 where it is not sharded.
+        tp_degrees: Devices of each stage that share a microbatch; 1 where it is sharded.
+        shards: Devices that divide each stage's state, a microbatch each; 1 where it is not sharded.
         num_checkpointing: Stages that run their forward again.
-        slowest_ms: Of a microbatch on the slowest stage; of a round of them, one for each group of a sharded stage.
+        slowest_ms: Of a microbatch on the slowest stage; of a round of them, one for each device of a sharded stage.
         num_microbatches: Its share.
         iteration_ms: Predicted time of its share.
         memory_bytes: Most that one device holds.
@@ -66,9 +66,11 @@ class TemplateRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRow:
-    """A pipeline of a plan."""
+    """A pipeline of a plan; ``tp_degrees`` and ``shards`` as of a template."""
 
     num_nodes: int
+    tp_degrees: tuple[int, ...]
+    shards: tuple[int, ...]
     num_microbatches: int
     iteration_ms: float
     memory_bytes: int
@@ -221,6 +223,8 @@ def build_plan_report(
         pipelines=tuple(
             PipelineRow(
                 num_nodes=pipeline.template.num_nodes,
+                tp_degrees=tuple(stage.tp_degree for stage in pipeline.template.stages),
+                shards=tuple(stage.shard for stage in pipeline.template.stages),
                 num_microbatches=pipeline.num_microbatches,
                 iteration_ms=finish_ms,
                 memory_bytes=_memory_bytes(pipeline.template),

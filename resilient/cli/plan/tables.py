@@ -10,7 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from resilient.cli.plan.report import SEQUENCES, PlanReport
+from resilient.cli.plan.report import SEQUENCES, PipelineRow, PlanReport
 from resilient.cli.shared.printing import plain_table
 from resilient.observability.wording import duration, schedule_in_words, three_digits
 from resilient.templates.common.words import counted
@@ -29,12 +29,16 @@ def show_plan(report: PlanReport, console: Console) -> None:
     console.print(_templates(report))
     notes = ["share: microbatches, at its part of all nodes; step: predicted with them"]
     if _any_sharded(report):
-        notes.append("shard: groups of devices that divide a stage's state; slowest ms: of a microbatch for each")
+        notes.append("shard: devices that divide a stage's state; slowest ms: of a microbatch for each")
     if any(row.num_checkpointing for row in report.templates):
         notes.append("redo: stages that run their forward again to save memory")
     _lines(console, notes, style="dim")
     console.print("\nPlan", style="bold")
     console.print(_plan(report))
+    if _divided(report):
+        _lines(
+            console, ["method: devices of the stages that divide their state (shard), or each microbatch (tp)"], "dim"
+        )
     console.print(f"a step takes {duration(report.step_ms)}: {_digits(report.samples_per_s)} samples/s")
     _lines(console, _standing_by(report))
     if report.limited is not None:
@@ -111,16 +115,31 @@ def _any_sharded(report: PlanReport) -> bool:
 
 
 def _plan(report: PlanReport) -> Table:
-    table = plain_table("pipelines", "nodes of each", "microbatches of each", "step s", "GB")
+    divided = _divided(report)
+    methods = ["method"] if divided else []
+    table = plain_table(
+        "pipelines", "nodes of each", *methods, "microbatches of each", "step s", "GB", left=("method",)
+    )
     for row, count in sorted(Counter(report.pipelines).items(), key=lambda item: (-item[0].num_nodes, -item[1])):
         table.add_row(
             str(count),
             str(row.num_nodes),
+            *([_method(row)] if divided else []),
             str(row.num_microbatches),
             three_digits(row.iteration_ms / 1e3),
             _gb(row.memory_bytes),
         )
     return table
+
+
+def _divided(report: PlanReport) -> bool:
+    return any(max(*row.shards, *row.tp_degrees) > 1 for row in report.pipelines)
+
+
+def _method(row: PipelineRow) -> str:
+    if max(row.shards) > 1:
+        return f"shard {compact(row.shards)}"
+    return f"tp {compact(row.tp_degrees)}" if max(row.tp_degrees) > 1 else "-"
 
 
 def _losses(report: PlanReport) -> Table:

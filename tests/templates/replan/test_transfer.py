@@ -235,19 +235,3 @@ def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first() ->
     everything = {state: [0, 2] for state in ("l0", "l1", "l2")}
     transfers, _ = plan_transfers(problem, plan, whole_states(problem, everything), num_sources=1)
     assert [(transfer.state, transfer.source) for transfer in transfers] == [("l0", 0), ("l1", 2), ("l2", 0)]
-
-
-def test_plan_with_a_stage_that_is_sharded_and_tensor_parallel_is_refused() -> None:
-    problem = PlanningProblem(
-        profile=profile([1.0], tp_degrees=(2,)),
-        num_microbatches=2,
-        cluster=Cluster(devices_per_node=4),
-        max_failures=0,
-        sharding=Sharding.ON,
-    )
-    message = (
-        r"^tp_degree of a sharded stage must be 1 in a plan that is executed, got 2; groups of tensor-parallel devices "
-        r"that divide a state are planned and simulated only: train without one of the two$"
-    )
-    with pytest.raises(ValueError, match=message):
-        plan_transfers(problem, first_plan(problem, [0]), {})

@@ -24,11 +24,11 @@ def all_templates(problem: PlanningProblem, num_nodes: int) -> Iterator[Pipeline
     """Yield every template for a number of nodes that fits in memory."""
     per_node = problem.cluster.devices_per_node
     degrees = problem.profile.tp_degrees
-    larger = [size for size in range(2, per_node + 1) if per_node % size == 0 and size * degrees[0] <= per_node]
+    larger = [size for size in range(2, per_node + 1) if per_node % size == 0]
     if problem.sharding is not Sharding.ON or not larger:
         yield from templates_of_round(problem, num_nodes, 1, [(1, degree) for degree in degrees])
     for size in () if problem.sharding is Sharding.OFF else larger:
-        yield from templates_of_round(problem, num_nodes, size, [(size, degree) for degree in degrees])
+        yield from templates_of_round(problem, num_nodes, size, [(size, 1)])
 
 
 def templates_of_round(
@@ -96,7 +96,7 @@ def make_stage(
     checkpointing = plain > limit
     if checkpointing and (not problem.activation_checkpointing or again > limit):
         return None
-    usable = range(sum(other * round_size <= cluster.devices_per_node for other in profile.tp_degrees))
+    usable = range(sum(other <= cluster.devices_per_node for other in profile.tp_degrees) if round_size == 1 else 1)
     timeless = not any(
         nanoseconds(x.costs[k].forward_ms) or nanoseconds(x.backward_ms(k)) for x in profile.layers for k in usable
     )

@@ -138,7 +138,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
         min_pipeline_nodes=draw(st.integers(1, 2)),
         activation_checkpointing=draw(st.booleans()),
         schedule=draw(st.sampled_from(KINDS)),
-        sharding=draw(st.sampled_from(Sharding)),
+        sharding=draw(st.sampled_from(Sharding)) if degrees[0] == 1 else Sharding.OFF,
     )
     return problem, most_nodes * (f + 1)
 

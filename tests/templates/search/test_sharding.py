@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from resilient.templates.inputs.cluster import Cluster, Link
-from resilient.templates.plan import PlanningProblem, Sharding
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.plan import Plan, PlanningProblem, Sharding
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
-from tests.templates.jobs import enough_nodes, problems, profile
+from tests.templates.jobs import cost, enough_nodes, layer, problems, profile
 from tests.templates.search.stage_bytes import StageBytes
 from tests.templates.search.test_partition import check_against_all, small_problems, tight_problem
 
@@ -41,6 +42,7 @@ def only(problem: PlanningProblem, size: int) -> PipelineTemplate:
 @given(small_problems())
 def test_layouts_are_the_shortest_of_all_templates_with_sharded_stages(case: tuple[PlanningProblem, int]) -> None:
     problem, num_nodes = case
+    assume(problem.profile.tp_degrees[0] == 1)
     check_against_all(replace(problem, sharding=Sharding.AUTO), num_nodes)
 
 
@@ -149,5 +151,63 @@ def test_interleaved_stages_are_not_sharded() -> None:
     with pytest.raises(ValueError, match="must") as caught:
         eight_layers(schedule=ScheduleKind.INTERLEAVED, num_chunks=2)
     assert str(caught.value) == (
-        "sharding must be off for interleaved-1f1b (its stages have one device each), got auto; choose another schedule"
+        "shard must be off for interleaved-1f1b, whose stages have one device each, got auto; leave it out, or choose "
+        "another schedule"
     )
+
+
+def test_stages_of_one_tensor_parallel_degree_are_not_sharded() -> None:
+    with pytest.raises(ValueError, match="must") as caught:
+        eight_layers(profile=profile([4.0] * 8, tp_degrees=(2, 4)))
+    assert str(caught.value) == (
+        "shard must be off beside tp 2 (devices of a stage share each microbatch or have their own, not both), got "
+        "auto; give tp auto for pipelines of both kinds"
+    )
+
+
+def methods(plan: Plan) -> list[tuple[int, int, set[tuple[int, int]]]]:
+    """Return the nodes, microbatches, and (devices that divide the state, that share a microbatch) of pipelines."""
+    return [
+        (
+            each.template.num_nodes,
+            each.num_microbatches,
+            {(stage.shard, stage.tp_degree) for stage in each.template.stages},
+        )
+        for each in plan.pipelines
+    ]
+
+
+def test_pipelines_of_both_methods_stand_side_by_side_where_that_is_fastest() -> None:
+    """Two tensor-parallel devices take 1.1 times as long as two sharded ones, which are idle in half a round."""
+    layers = tuple(layer(i, [cost(1.0), cost(0.55)], 30_000, 2000) for i in range(6))
+    problem = PlanningProblem(
+        profile=ModelProfile(layers=layers, tp_degrees=(1, 2)),
+        num_microbatches=7,
+        cluster=Cluster(devices_per_node=2, inter_node=Link(bytes_per_s=1e8)),
+        sharding=Sharding.AUTO,
+    )
+    plan = first_plan(problem, range(3))
+    assert methods(plan) == [(2, 5, {(1, 2)}), (1, 2, {(2, 1)})]
+    assert plan.redundancy(problem.profile) == 2
+    after = replan(problem, plan, plan.pipelines[0].nodes)
+    assert sorted(methods(after)) == [(1, 3, {(1, 2)}), (1, 4, {(2, 1)})]
+    only_one = [replace(problem, sharding=Sharding.OFF), replace(problem, sharding=Sharding.ON)]
+    assert max(plan.finish_ms) < min(max(first_plan(each, range(3)).finish_ms) for each in only_one)
+
+
+def test_node_that_memory_is_too_small_for_whole_microbatches_is_tensor_parallel() -> None:
+    """Beside sharded nodes it holds as much of the states, and half of the activations."""
+    problem = PlanningProblem(
+        profile=profile([1.0] * 6, state_bytes=600, activation_bytes=600, tp_degrees=(1, 2)),
+        num_microbatches=8,
+        cluster=Cluster(devices_per_node=2),
+        activation_checkpointing=False,
+        sharding=Sharding.ON,
+    )
+    needed = {
+        sharding: only(replace(problem, sharding=sharding), 1).stages[0].memory_bytes
+        for sharding in (Sharding.ON, Sharding.OFF)
+    }
+    assert needed[Sharding.OFF] < needed[Sharding.ON]
+    scarce = replace(problem, cluster=replace(problem.cluster, memory_bytes=needed[Sharding.ON] - 1))
+    assert methods(first_plan(replace(scarce, sharding=Sharding.AUTO), range(2))) == [(1, 4, {(1, 2)})] * 2

@@ -245,7 +245,7 @@ def test_sharded_stages_are_planned_where_asked_for(tmp_path: Path) -> None:
         assert devices == 4 * row["num_nodes"], "all devices work"
         assert row["iteration_ms"] == template.iteration_ms(row["num_microbatches"])
     assert sharded["step_ms"] < json.loads((tmp_path / "plain.json").read_text())["step_ms"]
-    note = "shard: groups of devices that divide a stage's state; slowest ms: of a microbatch for each\n"
+    note = "shard: devices that divide a stage's state; slowest ms: of a microbatch for each\n"
     assert (note in ended.output, note in plain) == (True, False)
     assert ("tp degrees  shard" in ended.output, " shard" in plain) == (True, False)
 
