@@ -42,7 +42,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     inject = [
         fail_at(node=1, step=3, phase="gather"),
         fail_at(node=3, step=3, phase="regroup"),
-        fail_at(node=2, step=8, phase="gather", worker_only=True),
+        fail_at(node=0, step=8, phase="gather", worker_only=True),
     ]
     arguments = (*ARGUMENTS, "8", "--known-costs", "--change-after", "6")
     return run_job(tmp_path_factory.mktemp("mixed"), *arguments, script=TEXT, nodes=4, act=act, inject=inject, **MIXED)
@@ -64,8 +64,9 @@ def test_pipelines_of_different_methods_train_on_through_failures_and_a_join(mix
     assert all(recovery["lost_steps"] <= 1 for recovery in mixed.report["recoveries"])
     of_nodes = {tuple(generation["nodes"]): methods(generation) for generation in mixed.generations}
     assert of_nodes[0, 1, 2, 3] == [(1, ONE_DEVICE), *[(1, SHARDED)] * 3]
+    assert of_nodes[0, 2] == [(1, PARALLEL), (1, SHARDED)]
     assert of_nodes[0, 2, 4] == [(1, SHARDED), (2, PARALLEL)]
-    assert of_nodes[0, 4] == [(1, PARALLEL), (1, SHARDED)]
+    assert of_nodes[2, 4] == [(1, PARALLEL), (1, SHARDED)]
 
 
 @pytest.mark.parametrize(
