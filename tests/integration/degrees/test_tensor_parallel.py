@@ -9,7 +9,7 @@ import pytest
 
 from resilient.agent.launch import Launcher
 from resilient.testing import fail_at
-from tests.integration.degrees.test_sharded import check_parameters_equal, devices
+from tests.integration.degrees.test_sharded import devices
 from tests.integration.harness import (
     DIGITS,
     Event,
@@ -123,26 +123,6 @@ def test_node_joins_while_another_dies_in_the_copy(reference: Run, tmp_path: Pat
     assert [fired["phase"] for fired in run.failures] == ["copy"]
     assert run.generations[-1]["nodes"] == [1, 2, 3]
     assert set().union(*devices(run)) == {2}
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({}, {"tp": "1", "shard": "on"}),
-        ({"tp": "1", "shard": "on"}, {}),
-        ({}, {"tp": "1", "workers_per_node": 1}),
-        ({"tp": "1"}, {}),
-    ],
-    ids=["to sharded", "from sharded", "to one device", "from a pipeline of two"],
-)
-def test_checkpoint_of_one_degree_is_resumed_at_another(
-    before: dict[str, Any], after: dict[str, Any], reference: Run, tmp_path: Path
-) -> None:
-    first = parallel(tmp_path / "first", "--steps", "4", nodes=2, **before)
-    assert first.exit_code == 0, first.reason
-    rest = parallel(tmp_path / "rest", nodes=2, resume=str(first.directory), **after)
-    check_parameters_equal(rest, reference)
-    assert {**first.losses, **rest.losses} == pytest.approx(reference.losses, rel=1e-9)
 
 
 def test_degree_that_the_model_cannot_be_run_at_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.templates.common.byte_intervals import ByteIntervals
-from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.plan import Holdings, Plan, PlanningProblem, Sharding
+from resilient.templates.plan import Holdings, Plan, PlanningProblem
 from resilient.templates.replan import transfer as planning
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.replan.transfer import Transfer, plan_transfers, transfers_between

@@ -188,3 +188,37 @@ def test_forward_that_runs_again_is_part_of_what_is_expected() -> None:
     )
     times = {(0, 0): 16.0, (1, 0): 12.0, (2, 0): 12.0}
     assert slowdowns(profile(*PLANNED_MS), mixed, times) == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def shared_plan(*ways: tuple[int, int]) -> Plan:
+    """Pipelines of one node, the devices of which have a microbatch each (the first number) or share each."""
+    pipelines: list[Pipeline] = []
+    for node, (shard, degree) in enumerate(ways):
+        stage = StageSpec(
+            first_layer=0,
+            end_layer=4,
+            node_index=0,
+            num_devices=shard * degree,
+            shard=shard,
+            forward_ms=1,
+            backward_ms=2,
+        )
+        template = PipelineTemplate(num_nodes=1, stages=(stage,))
+        pipelines.append(Pipeline(template=template, nodes=(node,), num_microbatches=2))
+    return Plan(pipelines=tuple(pipelines))
+
+
+@pytest.mark.parametrize("parallel_ms", [7.0, 12.0, 40.0], ids=["as planned", "no gain", "slow exchanges"])
+@pytest.mark.parametrize("slow", [None, 1, 4])
+def test_what_a_method_takes_is_not_the_fault_of_its_nodes(slow: int | None, parallel_ms: float) -> None:
+    """Nodes are compared with those that share their layers in the same way; the only one that does so with none."""
+    plan = shared_plan((2, 1), (2, 1), (2, 1), (1, 2), (1, 2), (1, 2), (1, 1))
+    costs = (LayerCost(forward_ms=1.0, backward_weight_ms=2.0), LayerCost(forward_ms=0.6, backward_weight_ms=1.15))
+    layers = tuple(LayerProfile(name=f"l{i}", costs=costs) for i in range(4))
+    times = {
+        (slot.node, slot.local_rank): (2.0 if slot.node == slow else 1.0)
+        * {(2, 1): 15.0, (1, 2): parallel_ms, (1, 1): 12.0}[slot.stages[0].shard, slot.stages[0].tp_degree]
+        for slot in plan.slots
+    }
+    found = slowdowns(ModelProfile(layers=layers, tp_degrees=(1, 2)), plan, times)
+    assert found == {node: 2.0 if node == slow else 1.0 for node in range(7)}
