@@ -34,8 +34,8 @@ class StageSpec:
         node_index: Which of the template's nodes (0 .. num_nodes - 1) runs the stage.
         first_device: Index, within the node, of the first of its devices.
         num_devices: The stage has devices ``first_device .. first_device + num_devices - 1``.
-        shard: Groups of its devices with microbatches of their own, which divide the stage's state among them and
-            gather it layer by layer; the devices of a group are tensor parallel. 1 where the stage is not sharded.
+        shard: How many of its devices have microbatches of their own, which divide the stage's state among them and
+            gather it layer by layer: all of them, or 1 where the stage is not sharded and they share each microbatch.
         recomputed_layers: How many layers, the first ones, keep only their inputs and run their forward again in the
             backward (activation checkpointing).
         forward_ms: Forward time of one round of microbatches; where nothing is sharded, that is one. Of units: what
@@ -114,8 +114,8 @@ class PipelineTemplate:
     ``len(stages) - 1 - s``. Stages of units come lane after lane, in the units' order; a device may have some of
     several lanes, and several of one.
 
-    What its schedule calls a microbatch is a round of them: one for each group of devices of a sharded stage. Where one
-    stage is sharded all are, into as many groups: group g of a stage hands what it makes to group g of the next.
+    What its schedule calls a microbatch is a round of them: one for each device of a sharded stage. Where one stage is
+    sharded all are, over as many devices: device d of a stage hands what it makes to device d of the next.
 
     Args:
         num_nodes: Nodes it is made for.

@@ -33,6 +33,9 @@ IN_RECOVERY = ("regroup", "copy", "assign")
 TOLERANCE = 1e-9
 STEPS = 12
 CHAIN = Path(__file__).parent / "jobs" / "chain.py"
+TEXT = CHAIN.with_name("text.py")
+MIXED_OPTIONS = ("--workers-per-node", "2", "--tp", "auto", "--shard", "auto", "--network-gbit-s", "0.008")
+MIXED_ARGUMENTS = ("--steps", str(STEPS), "--tied", "--known-costs")
 VLM_ARGUMENTS = ("--steps", str(STEPS), "--batch", "24", "--microbatch", "4", "--precision", "fp64")
 
 
@@ -48,17 +51,17 @@ class Result:
     recoveries_ms: tuple[float, ...] = ()
 
 
-def choose_injections(seed: int, reference: Path) -> tuple[str, ...]:
+def choose_injections(seed: int, reference: Path, in_step: tuple[str, ...] = IN_STEP) -> tuple[str, ...]:
     """Draw one failure, or two; the second may hit the recovery of the first, where redundancy can spare its node."""
     rng = random.Random(seed)
     formed = next(event for event in read_events(reference / "events.jsonl") if event["kind"] == "generation")
     first = rng.choice(formed["nodes"])
     step = rng.randint(1, STEPS - 1)
     worker = rng.choice(("", "", ",worker"))
-    phase = rng.choice(IN_STEP)
+    phase = rng.choice(in_step)
     injections = [f"node={first},step={step},phase={phase}{worker}"]
     if rng.random() < 0.5:
-        phase = rng.choice((*IN_STEP, *IN_RECOVERY))
+        phase = rng.choice((*in_step, *IN_RECOVERY))
         later = step if phase in IN_RECOVERY else rng.randint(step, STEPS)
         others = [node for node in formed["nodes"] if node != first]
         second = rng.choice(spare_nodes(formed, first) if later == step else others)
@@ -68,10 +71,13 @@ def choose_injections(seed: int, reference: Path) -> tuple[str, ...]:
 
 def run_once(seed: int, options: argparse.Namespace, reference: Path | None, directory: Path) -> Result:
     """Run the job once, with the seed's failures when there is a reference to compare with."""
-    injections = choose_injections(seed, reference) if reference else ()
+    in_step = (*IN_STEP, "gather") if options.mixed else IN_STEP
+    injections = choose_injections(seed, reference, in_step) if reference else ()
     script, arguments = (example_script(), VLM_ARGUMENTS) if options.vlm else (CHAIN, ("--steps", str(STEPS)))
+    if options.mixed:
+        script, arguments = TEXT, MIXED_ARGUMENTS
     line = [str(Path(sys.executable).with_name("resilient")), "run", "--plain", "--nodes", str(options.nodes)]
-    line += ["--run-dir", str(directory)]
+    line += ["--run-dir", str(directory), *(MIXED_OPTIONS if options.mixed else ())]
     line += [word for text in injections for word in ("--inject", text)]
     directory.mkdir(parents=True)
     began = time.monotonic()
@@ -131,7 +137,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=50, help="runs, each with its own failures")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next seed")
     parser.add_argument("--nodes", type=int, default=6)
-    parser.add_argument("--vlm", action="store_true", help="train the example instead of the small chain")
+    job = parser.add_mutually_exclusive_group()
+    job.add_argument("--vlm", action="store_true", help="train the example instead of the small chain")
+    job.add_argument(
+        "--mixed", action="store_true", help="train with sharded beside tensor-parallel nodes of 2 workers"
+    )
     parser.add_argument("--limit-s", type=float, default=60.0, help="time limit of a run")
     parser.add_argument("--run-dir", type=Path, help="where the runs go; a new temporary folder by default")
     options = parser.parse_args()
