@@ -19,7 +19,7 @@ import msgspec
 
 from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.errors import ControlError
-from resilient.protocol.generation_packing import unpack
+from resilient.protocol.generation_packing import GenerationUnpacker
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Arm,
@@ -102,6 +102,7 @@ class AgentClient:
         self.on_regroup: Callable[[Regroup], None] | None = None
         self.on_arm: Callable[[Arm], None] | None = None
         self._on_lost = on_lost
+        self._unpacker = GenerationUnpacker()
         self._inbox: queue.SimpleQueue[ToWorkerMessage | None] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         self._closed = False
@@ -194,7 +195,7 @@ class AgentClient:
         if payload is None:
             return None
         message = decode_to_worker(payload)
-        return unpack(message) if isinstance(message, PackedGeneration) else message
+        return self._unpacker.unpack(message) if isinstance(message, PackedGeneration) else message
 
     def _read_exactly(self, num_bytes: int) -> bytes | None:
         data = bytearray()
