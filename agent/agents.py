@@ -230,7 +230,8 @@ class Agents:
         try:
             hello = decode_hello(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
         except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, aiohttp.ClientError) as error:
-            logger.warning("an agent did not introduce itself: %s", printable(str(error)))
+            why = "it hung up" if socket.closed else printable(str(error))
+            logger.warning("an agent at %s did not introduce itself: %s", _other_end(request), why)
             await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
             return socket
         await self._converse(socket, hello)
@@ -379,6 +380,12 @@ class Agents:
         self._patience.forget(agent.node)
         agent.gone.set()
         self._feed(ev.NodeLost(node=agent.node, cause=cause))
+
+
+def _other_end(request: web.Request) -> str:
+    """Return host and port that a connection comes from."""
+    host, port = (request.get_extra_info("peername") or ("unknown", 0))[:2]
+    return joined(host, port)
 
 
 def _digest(key: str) -> str:
