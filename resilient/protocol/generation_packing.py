@@ -2,8 +2,9 @@
 
 A plan of a thousand nodes is told to a thousand workers, so its size counts twice. Templates are written once each,
 pipelines as columns, nodes by their differences, which are mostly one; then all is compressed. A worker that was told
-of the generation before is told the difference: what was said then is the dictionary of the compression, so what
-stays as it was takes next to nothing, however mixed the nodes have become. Copies are written as columns, too: where a
+of the generation before is told the difference: nodes by their places in the plan before, so that those that stay side
+by side take next to nothing, however mixed they have become; and what was told then is the dictionary of the
+compression. Copies are written as columns, too: where a
 tenth of a thousand nodes is lost, a worker may have some hundreds. Must not import torch.
 """
 
@@ -36,7 +37,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         templates: Those that pipelines have, each once.
         template_of: By pipeline, the template's place among them.
-        node_steps: What is to be added to a node for the next one, from 0 on, pipeline by pipeline.
+        joined: Nodes that the plan before has not, of a difference to it; their places follow those of the others.
+        node_steps: What is to be added to a node for the next one, from 0 on, pipeline by pipeline; of a difference, to
+            its place in the plan before.
         num_microbatches: By pipeline.
     """
 
@@ -52,6 +55,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     schedule_kind: ScheduleKind
     templates: tuple[PipelineTemplate, ...]
     template_of: tuple[int, ...]
+    joined: tuple[int, ...]
     node_steps: tuple[int, ...]
     num_microbatches: tuple[int, ...]
 
@@ -87,6 +91,8 @@ class GenerationPacker:
     def __init__(self) -> None:
         self._generation = self._generation_before = 0
         self._told = self._told_before = b""
+        self._nodes: tuple[int, ...] = ()
+        self._nodes_before: tuple[int, ...] = ()
         self._common: dict[int, bytes] = {}
         self._transfers: dict[int, list[Transfer]] = {}
 
@@ -100,6 +106,7 @@ class GenerationPacker:
         if message.generation != self._generation:
             self._generation_before, self._told_before = self._generation, self._told
             self._generation, self._told = message.generation, _told(message)
+            self._nodes_before, self._nodes = self._nodes, message.plan.nodes
             self._common.clear()
             self._transfers = defaultdict(list)
             for transfer in message.transfers:
@@ -109,7 +116,8 @@ class GenerationPacker:
         own = () if message.rank is None else self._transfers.get(message.rank, ())
         base = known if known == self._generation_before else 0
         if base not in self._common:
-            self._common[base] = _compressed(self._told, self._told_before if base else b"")
+            difference = _told(message, self._nodes_before) if base else self._told
+            self._common[base] = _compressed(difference, self._told_before if base else b"")
         return PackedGeneration(
             rank=message.rank, base=base, common=self._common[base], copies=_packed(own) if own else b""
         )
@@ -121,6 +129,7 @@ class GenerationUnpacker:
     def __init__(self) -> None:
         self._generation = 0
         self._told = b""
+        self._nodes: tuple[int, ...] = ()
 
     def unpack(self, packed: PackedGeneration) -> Generation:
         """Return the announcement that the worker was sent.
@@ -134,14 +143,12 @@ class GenerationUnpacker:
                 f"{packed.base}; start this worker anew"
             )
         try:
-            told = _decompressed(packed.common, self._told if packed.base else b"")
-            common = _decode_common(told)
-            plan = _plan(common)
+            common = _decode_common(_decompressed(packed.common, self._told if packed.base else b""))
+            plan = _plan(common, self._nodes if packed.base else ())
             transfers = _unpacked(_decode_copies(_decompressed(packed.copies))) if packed.copies else ()
         except (zlib.error, msgspec.DecodeError, IndexError, ValueError) as error:
             raise ControlError(f"cannot read a generation: {error}") from error
-        self._generation, self._told = common.generation, told
-        return Generation(
+        told = Generation(
             generation=common.generation,
             rank=packed.rank,
             plan=plan,
@@ -155,6 +162,8 @@ class GenerationUnpacker:
             checkpoint_due=common.checkpoint_due,
             pace=common.pace,
         )
+        self._generation, self._told, self._nodes = told.generation, _told(told), plan.nodes
+        return told
 
 
 def _compressed(told: bytes, told_before: bytes) -> bytes:
@@ -196,8 +205,13 @@ def _unpacked(copies: PackedCopies) -> tuple[Transfer, ...]:
     )
 
 
-def _told(message: Generation) -> bytes:
-    """Return what all are told, before it is compressed."""
+def _told(message: Generation, nodes_before: Sequence[int] = ()) -> bytes:
+    """Return what all are told, or those who know of a plan of some nodes, before it is compressed."""
+    nodes = message.plan.nodes
+    joined = tuple(sorted(set(nodes) - set(nodes_before))) if nodes_before else ()
+    if nodes_before:
+        places = {node: place for place, node in enumerate((*nodes_before, *joined))}
+        nodes = [places[node] for node in nodes]
     pipelines = message.plan.pipelines
     templates = list(dict.fromkeys(pipeline.template for pipeline in pipelines))
     place = {template: index for index, template in enumerate(templates)}
@@ -214,14 +228,18 @@ def _told(message: Generation) -> bytes:
         schedule_kind=message.plan.schedule_kind,
         templates=tuple(templates),
         template_of=tuple(place[pipeline.template] for pipeline in pipelines),
-        node_steps=tuple(after - before for before, after in pairwise((0, *message.plan.nodes))),
+        joined=joined,
+        node_steps=tuple(after - before for before, after in pairwise((0, *nodes))),
         num_microbatches=tuple(pipeline.num_microbatches for pipeline in pipelines),
     )
     return msgspec.msgpack.encode(common)
 
 
-def _plan(common: Common) -> Plan:
+def _plan(common: Common, nodes_before: Sequence[int]) -> Plan:
     nodes = tuple(accumulate(common.node_steps))
+    if nodes_before:
+        in_order = (*nodes_before, *common.joined)
+        nodes = tuple(in_order[place] for place in nodes)
     pipelines: list[Pipeline] = []
     first = 0
     for index, num_microbatches in zip(common.template_of, common.num_microbatches, strict=True):
