@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import queue
 import socket
@@ -32,6 +33,8 @@ from resilient.protocol.messages import (
 )
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import tensor_degree
+
+logger = logging.getLogger(__name__)
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -181,8 +184,10 @@ class AgentClient:
         try:
             while (message := self._read_message()) is not None:
                 self._dispatch(message)
-        except (OSError, ControlError, msgspec.DecodeError):
-            pass  # a connection that breaks or talks nonsense is as good as closed
+        except OSError:
+            pass  # a connection that breaks is as good as closed
+        except (ControlError, msgspec.DecodeError) as error:
+            logger.error("closed the connection to the node agent, of which no more can be understood: %s", error)
         self._inbox.put(None)
         if not self._closed:
             self._on_lost()

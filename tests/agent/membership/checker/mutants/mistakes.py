@@ -104,7 +104,7 @@ MISTAKES = (
     Mistake(
         "reports of nodes that are gone count",
         "job_parts.py",
-        "            self.change.forget(node)",
+        "            self.change.forget(member.workers)",
         "            pass",
     ),
     # ------------------------------------------------------------ fencing
