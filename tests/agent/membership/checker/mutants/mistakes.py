@@ -333,8 +333,8 @@ MISTAKES = (
     Mistake(
         "a last step that nobody holds is not trained again",
         "regrouping.py",
-        "agreement.version == job.num_steps and (parts.is_complete or is_held)",
-        "agreement.version == job.num_steps",
+        "return parts.is_complete or not uncovered(job.profile, agreement.held.values())",
+        "return True",
     ),
     Mistake(
         "the last checkpoint may lack what nobody holds",
