@@ -72,6 +72,7 @@ class _Agent:
         self.lost_soon: asyncio.TimerHandle | None = None
         self.has_ended = False
         self.bell = ""
+        self._told: dict[int, int] = {}  # by worker, the generation it was last told of, in this conversation
         self.why_lost = _LOST
         self._process = (connected.host, connected.pid)
         self._known_by = connected.known_by
@@ -83,6 +84,11 @@ class _Agent:
     def is_known_by(self, key: str) -> bool:
         """Return whether it is this agent that shows a key: others have the job's token, too."""
         return hmac.compare_digest(self._known_by, _digest(key))
+
+    def note_told(self, local_rank: int | None, generation: int) -> int:
+        """Take in that a worker is told of a generation; return which it was told of before, 0 for none."""
+        before, self._told[local_rank or 0] = self._told.get(local_rank or 0, 0), generation
+        return before
 
     def stop_waiting(self) -> bool:
         """Give it up no more when its time is over; return whether that would have been."""
@@ -149,16 +155,18 @@ class Agents:
 
     def tell(self, instruction: ev.Send | ev.Tell) -> None:
         """Have a message sent, now or when the agent is back; to one that is gone, none is."""
+        agent = self._agents.get(instruction.node)
+        if agent is None:
+            return
         message: ToAgentMessage
         if isinstance(instruction, ev.Tell):
             message = instruction.message
         else:
-            inner = instruction.message
-            sent = self._packer.pack(inner) if isinstance(inner, Generation) else inner
-            message = ToWorkers(message=sent, local_rank=instruction.local_rank)
-        agent = self._agents.get(instruction.node)
-        if agent is not None:
-            agent.conversation.say(encode(message))
+            sent, local_rank = instruction.message, instruction.local_rank
+            if isinstance(sent, Generation):
+                sent = self._packer.pack(sent, agent.note_told(local_rank, sent.generation))
+            message = ToWorkers(message=sent, local_rank=local_rank)
+        agent.conversation.say(encode(message))
 
     def num_heard(self, node: int) -> int:
         """Return how many messages of an agent were heard; 0 of one that is gone."""
@@ -222,7 +230,8 @@ class Agents:
         try:
             hello = decode_hello(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
         except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, aiohttp.ClientError) as error:
-            logger.warning("an agent did not introduce itself: %s", printable(str(error)))
+            why = "it hung up" if socket.closed else printable(str(error))
+            logger.warning("an agent at %s did not introduce itself: %s", _other_end(request), why)
             await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
             return socket
         await self._converse(socket, hello)
@@ -371,6 +380,12 @@ class Agents:
         self._patience.forget(agent.node)
         agent.gone.set()
         self._feed(ev.NodeLost(node=agent.node, cause=cause))
+
+
+def _other_end(request: web.Request) -> str:
+    """Return host and port that a connection comes from."""
+    host, port = (request.get_extra_info("peername") or ("unknown", 0))[:2]
+    return joined(host, port)
 
 
 def _digest(key: str) -> str:

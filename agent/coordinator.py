@@ -84,24 +84,19 @@ class Coordinator:
         self._term = term
         self._told = Path(settings.run_directory) / "stimuli.jsonl"
         self._stimuli = StimulusLog(self._told, None if follows else settings, term.in_office)
+        loop = asyncio.get_running_loop()
         self._events = EventWriter(
-            settings.run_directory, settings.injections, on_event, lambda: self._machine.generation
+            settings, on_event, lambda: self._machine.generation, lambda: loop.call_soon(self._settle)
         )
         self._agents = Agents(
-            settings,
-            token,
-            self._machine,
-            self.feed,
-            keep=self._keep,
-            note=self._events.note,
-            term=term.number,
+            settings, token, self._machine, self.feed, keep=self._keep, note=self._events.note, term=term.number
         )
         self._unanswered: list[ev.WriteManifest | ev.PreparePlans] = []
         self._clock_ahead_s = 0.0
         self._queue: deque[ev.Stimulus] = deque()
         self._sweeper = Sweeper(_SWEEP_S)
         self._is_pumping = self._is_deposed = False
-        self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._stopped: asyncio.Future[int] = loop.create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._entrance: Entrance | None = None
 
@@ -203,8 +198,7 @@ class Coordinator:
         self._sweeper.close()
         if self._entrance is not None:
             await self._entrance.close()
-        with contextlib.suppress(ConnectionError):
-            self._keep()
+        self._settle()
         self._term.close()
 
     def feed(self, event: ev.Stimulus) -> None:
@@ -243,7 +237,7 @@ class Coordinator:
                 self._term.show_life()
         if is_tick and not instructions and self._machine.phase is not Phase.STARTING:
             self._stimuli.drop_last()  # of time that passes, the machine remembers nothing but the start
-        if is_tick or instructions:
+        if is_tick or not all(isinstance(instruction, ev.Record) for instruction in instructions):
             self._stimuli.flush()
         for instruction in instructions:
             self._do(instruction)
@@ -261,6 +255,12 @@ class Coordinator:
         except DeposedError as error:
             self._step_down(error)
             raise ConnectionError from error
+
+    def _settle(self) -> None:
+        """Write what was heard, then what was recorded of it."""
+        with contextlib.suppress(ConnectionError):
+            self._keep()
+            self._events.flush()
 
     def resign(self, why: DeposedError) -> None:
         """Decide nothing more, so that another coordinator can take over; :meth:`wait` raises why.

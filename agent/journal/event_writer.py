@@ -14,6 +14,7 @@ from typing import Any
 from resilient.agent.journal.injection_log import InjectionLog
 from resilient.agent.journal.replay import NOT_DECIDED
 from resilient.agent.journal.stimulus_log import append_whole
+from resilient.agent.membership.parts.context import Settings
 from resilient.agent.membership.parts.events import Record
 from resilient.observability.event_log import lines_of, read_events
 from resilient.observability.metrics import JobMetrics
@@ -23,26 +24,28 @@ logger = logging.getLogger(__name__)
 
 
 class EventWriter:
-    """Writes one run's.
+    """Writes one run's: what happens at once, such as what a thousand nodes say, in one go.
 
     Args:
-        run_directory: Folder of the run.
-        wanted: Failures to cause, as far as they are known at the start.
+        settings: Of the job: the folder of its run, the failures to cause that are known at the start.
         on_event: Called with each event.
         generation: Returns the one in force.
+        on_pending: Called when there is something to :meth:`flush`.
     """
 
     def __init__(
         self,
-        run_directory: str,
-        wanted: Sequence[Injection],
+        settings: Settings,
         on_event: Callable[[dict[str, Any]], None],
         generation: Callable[[], int],
+        on_pending: Callable[[], object],
     ) -> None:
-        self._path = Path(run_directory) / "events.jsonl"
+        self._path = Path(settings.run_directory) / "events.jsonl"
         self._on_event = on_event
         self._generation = generation
-        self._injections = InjectionLog(self._path.with_name("injections.jsonl"), wanted)
+        self._on_pending = on_pending
+        self._pending: list[bytes] = []
+        self._injections = InjectionLog(self._path.with_name("injections.jsonl"), settings.injections)
         self._metrics = JobMetrics()
 
     def metrics_text(self) -> bytes:
@@ -77,18 +80,26 @@ class EventWriter:
         self._write({"kind": kind, "generation": self._generation(), **fields})
 
     def _write(self, told: dict[str, Any]) -> None:
-        """Write an event that happens now, unless it tells another time."""
+        """Take in an event that happens now, unless it tells another time."""
         event = {"time": time.time(), **told}
+        if not self._pending:
+            self._on_pending()
+        self._pending += [line + b"\n" for line in lines_of(event)]
+        self._tell(event)
+
+    def flush(self) -> None:
+        """Write what was taken in; what it follows from is in the log of stimuli."""
+        data, self._pending = b"".join(self._pending), []
         try:
-            append_whole(self._path, b"".join(line + b"\n" for line in lines_of(event)))
+            append_whole(self._path, data)
         except OSError as error:  # a full disk ends no job that it does not keep from training
             logger.error("cannot write %s: %s", self._path, error)
-        self._tell(event)
 
     def conclude(self) -> None:
         """Write which injections there were at the end, and which were not."""
         self._write_injections("injected", self._injections.read())
         self._write_injections("not_injected", self._injections.missed())
+        self.flush()
 
     def _write_injections(self, kind: str, told: Sequence[dict[str, Any]]) -> None:
         for each in told:

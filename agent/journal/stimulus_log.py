@@ -14,6 +14,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,8 @@ from resilient.protocol.messages import JobSpec, Ready
 logger = logging.getLogger(__name__)
 
 _VERSION = 2
+_INFINITE_OR_NONE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
+"""In what is packed, a number that JSON has not begins so; others may look like one."""
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in Stimulus.__args__}
 
 
@@ -224,8 +227,10 @@ def append_whole(path: Path, data: bytes) -> None:
 def _content(name: str, value: object) -> dict[str, Any]:
     """Return the fields of a line: the value as JSON, or packed where it has numbers that JSON has not."""
     text = msgspec.json.encode(value)
-    if b"null" in text and not _is_finite(msgspec.to_builtins(value)):
-        return {"packed": base64.b64encode(msgspec.msgpack.encode(value)).decode()}
+    if b"null" in text:
+        packed = msgspec.msgpack.encode(value)
+        if _INFINITE_OR_NONE.search(packed) and not _is_finite(msgspec.to_builtins(value)):
+            return {"packed": base64.b64encode(packed).decode()}
     return {name: msgspec.Raw(text)}
 
 

@@ -123,14 +123,14 @@ class JobParts:
     def dismiss(self, member: Member, reason: str, exit_code: int = EXIT_DONE) -> None:
         """Let a node go; it is no loss."""
         self.context.dismiss(member, reason, exit_code)
-        self.forget(member.node)
+        self.forget(member)
 
     def refuse(self, member: Member, why: str) -> None:
         """Let a node go that cannot take part; it is no loss, as it was never of the job."""
         self.context.record("not_joined", node=member.node, cause=why)
         self.dismiss(member, f"cannot join: {why}", EXIT_FAILED)
 
-    def forget(self, node: int) -> None:
+    def forget(self, member: Member) -> None:
         """Drop what a node that is gone has said of the change under way."""
         if self.change is not None:
-            self.change.forget(node)
+            self.change.forget(member.workers)

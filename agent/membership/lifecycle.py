@@ -130,7 +130,7 @@ class Lifecycle:
         if parts.phase is Phase.STOPPED or (member := members.pop(node, None)) is None:
             return
         parts.context.record("node_lost", node=node, cause=cause)
-        parts.forget(node)
+        parts.forget(member)
         if parts.phase is Phase.FINISHED:
             main_node, main_rank = parts.participants.main
             if node == main_node and main_rank not in member.done:  # the others' scripts know that they are not main

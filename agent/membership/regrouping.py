@@ -168,8 +168,9 @@ class Regrouping:
     def _is_last(self, agreement: Agreement) -> bool:
         """Return whether all steps are done, and their result is saved or can be: nobody has to train for it."""
         parts, job = self._parts, self._parts.job.spec
-        is_held = not uncovered(job.profile, agreement.held.values())
-        return agreement.version == job.num_steps and (parts.is_complete or is_held)
+        if agreement.version != job.num_steps:
+            return False
+        return parts.is_complete or not uncovered(job.profile, agreement.held.values())
 
     def _waits_for_nodes(self, change: Change) -> bool:
         """Return whether too few nodes are there and more may come in time; record once who is waited for.

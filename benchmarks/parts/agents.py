@@ -11,7 +11,7 @@ import aiohttp
 
 from resilient.agent.network.conversation import GOODBYE, Conversation, Hello, decode_attached
 from resilient.agent.network.dialect import SPOKEN, dialect
-from resilient.protocol.generation_packing import unpack
+from resilient.protocol.generation_packing import GenerationUnpacker
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
@@ -110,6 +110,7 @@ class _Agent:
                 pass
 
     def _enter(self, packed: PackedGeneration) -> None:
+        assert packed.base in (0, self.generation)
         told = self._fleet.unpacked(packed)
         self.generation, self._version = told.generation, told.version
         self._held = self._fleet.states(told, packed.rank)
@@ -164,7 +165,8 @@ class Fleet:
         ready = Ready(job=spec, store_address="h:1", pid=5, device="cpu")
         self._ready = encode(FromWorker(local_rank=0, message=ready))
         self._held: tuple[int, list[tuple[str, ...]]] = (0, [])
-        self._unpacked: tuple[bytes, Any] = b"", None
+        self._unpacker = GenerationUnpacker()
+        self._unpacked: dict[bytes, Generation] = {}
         self._newest = 0
         self._before = 0
         self.entrance = asyncio.Semaphore(_AT_ONCE)
@@ -231,9 +233,12 @@ class Fleet:
 
     def unpacked(self, packed: PackedGeneration) -> Generation:
         """Return a generation's announcement to some worker: the plans of all are one."""
-        if packed.common != self._unpacked[0]:
-            self._unpacked = packed.common, unpack(packed)
-        return self._unpacked[1]
+        if packed.common not in self._unpacked:
+            unpacker = self._unpacker if packed.base or not self._unpacked else GenerationUnpacker()
+            told = unpacker.unpack(packed)
+            known = {common: each for common, each in self._unpacked.items() if each.generation == told.generation}
+            self._unpacked = {**known, packed.common: told}
+        return self._unpacked[packed.common]
 
     def states(self, told: Generation, rank: int | None) -> tuple[str, ...]:
         """Return what a worker holds in a generation."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import queue
 import socket
@@ -19,7 +20,7 @@ import msgspec
 
 from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.errors import ControlError
-from resilient.protocol.generation_packing import unpack
+from resilient.protocol.generation_packing import GenerationUnpacker
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Arm,
@@ -32,6 +33,8 @@ from resilient.protocol.messages import (
 )
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import tensor_degree
+
+logger = logging.getLogger(__name__)
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,6 +105,7 @@ class AgentClient:
         self.on_regroup: Callable[[Regroup], None] | None = None
         self.on_arm: Callable[[Arm], None] | None = None
         self._on_lost = on_lost
+        self._unpacker = GenerationUnpacker()
         self._inbox: queue.SimpleQueue[ToWorkerMessage | None] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         self._closed = False
@@ -180,8 +184,10 @@ class AgentClient:
         try:
             while (message := self._read_message()) is not None:
                 self._dispatch(message)
-        except (OSError, ControlError, msgspec.DecodeError):
-            pass  # a connection that breaks or talks nonsense is as good as closed
+        except OSError:
+            pass  # a connection that breaks is as good as closed
+        except (ControlError, msgspec.DecodeError) as error:
+            logger.error("closed the connection to the node agent, of which no more can be understood: %s", error)
         self._inbox.put(None)
         if not self._closed:
             self._on_lost()
@@ -194,7 +200,7 @@ class AgentClient:
         if payload is None:
             return None
         message = decode_to_worker(payload)
-        return unpack(message) if isinstance(message, PackedGeneration) else message
+        return self._unpacker.unpack(message) if isinstance(message, PackedGeneration) else message
 
     def _read_exactly(self, num_bytes: int) -> bytes | None:
         data = bytearray()

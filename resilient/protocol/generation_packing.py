@@ -1,8 +1,11 @@
 """Generations as they are sent: what is common to all workers once, small; of the copies, each worker its own.
 
 A plan of a thousand nodes is told to a thousand workers, so its size counts twice. Templates are written once each,
-pipelines as columns, nodes by their differences, which are mostly one; then all is compressed. Copies are written as
-columns, too: where a tenth of a thousand nodes is lost, a worker may have some hundreds. Must not import torch.
+pipelines as columns, nodes by their differences, which are mostly one; then all is compressed. A worker that was told
+of the generation before is told the difference: nodes by their places in the plan before, so that those that stay side
+by side take next to nothing, however mixed they have become; and what was told then is the dictionary of the
+compression. Copies are written as columns, too: where a
+tenth of a thousand nodes is lost, a worker may have some hundreds. Must not import torch.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter, sub
 
 import msgspec
 
@@ -33,7 +37,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         templates: Those that pipelines have, each once.
         template_of: By pipeline, the template's place among them.
-        node_steps: What is to be added to a node for the next one, from 0 on, pipeline by pipeline.
+        joined: Nodes that the plan before has not, of a difference to it; their places follow those of the others.
+        node_steps: What is to be added to a node for the next one, from 0 on, pipeline by pipeline; of a difference, to
+            its place in the plan before.
         num_microbatches: By pipeline.
     """
 
@@ -49,6 +55,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     schedule_kind: ScheduleKind
     templates: tuple[PipelineTemplate, ...]
     template_of: tuple[int, ...]
+    joined: tuple[int, ...]
     node_steps: tuple[int, ...]
     num_microbatches: tuple[int, ...]
 
@@ -73,77 +80,119 @@ class PackedCopies(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sizes: tuple[int, ...]
 
 
+_columns = attrgetter("state", "source", "target", "first_byte", "end_byte")
 _decode_common = msgspec.msgpack.Decoder(Common).decode
 _decode_copies = msgspec.msgpack.Decoder(PackedCopies).decode
 
 
 class GenerationPacker:
-    """Packs one generation's announcements, of which all but rank and copies are the same."""
+    """Packs one generation's announcements after the other's, of which all but rank and copies are the same."""
 
     def __init__(self) -> None:
-        self._generation = 0
-        self._common = b""
+        self._generation = self._generation_before = 0
+        self._told = self._told_before = b""
+        self._nodes: tuple[int, ...] = ()
+        self._nodes_before: tuple[int, ...] = ()
+        self._common: dict[int, bytes] = {}
         self._transfers: dict[int, list[Transfer]] = {}
 
-    def pack(self, message: Generation) -> PackedGeneration:
-        """Return what is sent to one worker."""
+    def pack(self, message: Generation, known: int = 0) -> PackedGeneration:
+        """Return what is sent to one worker.
+
+        Args:
+            message: The announcement.
+            known: The generation that the worker was last told of; 0 for none.
+        """
         if message.generation != self._generation:
-            self._generation, self._common = message.generation, _common(message)
+            self._generation_before, self._told_before = self._generation, self._told
+            self._generation, self._told = message.generation, _told(message)
+            self._nodes_before, self._nodes = self._nodes, message.plan.nodes
+            self._common.clear()
             self._transfers = defaultdict(list)
             for transfer in message.transfers:
                 self._transfers[transfer.source].append(transfer)
                 if transfer.target != transfer.source:
                     self._transfers[transfer.target].append(transfer)
         own = () if message.rank is None else self._transfers.get(message.rank, ())
-        return PackedGeneration(rank=message.rank, common=self._common, copies=_packed(own) if own else b"")
+        base = known if known == self._generation_before else 0
+        if base not in self._common:
+            difference = _told(message, self._nodes_before) if base else self._told
+            self._common[base] = _compressed(difference, self._told_before if base else b"")
+        return PackedGeneration(
+            rank=message.rank, base=base, common=self._common[base], copies=_packed(own) if own else b""
+        )
 
 
-def unpack(packed: PackedGeneration) -> Generation:
-    """Return the announcement that a worker was sent.
+class GenerationUnpacker:
+    """Unpacks what one worker is sent, announcement by announcement."""
 
-    Raises:
-        ControlError: It is none.
-    """
-    try:
-        common = _decode_common(_decompressed(packed.common))
-        plan = _plan(common)
-        transfers = _unpacked(_decode_copies(_decompressed(packed.copies))) if packed.copies else ()
-    except (zlib.error, msgspec.DecodeError, IndexError, ValueError) as error:
-        raise ControlError(f"cannot read a generation: {error}") from error
-    return Generation(
-        generation=common.generation,
-        rank=packed.rank,
-        plan=plan,
-        version=common.version,
-        roll_forward=common.roll_forward,
-        transfers=transfers,
-        source=common.source,
-        store_address=common.store_address,
-        num_sources=common.num_sources,
-        skipped=common.skipped,
-        checkpoint_due=common.checkpoint_due,
-        pace=common.pace,
-    )
+    def __init__(self) -> None:
+        self._generation = 0
+        self._told = b""
+        self._nodes: tuple[int, ...] = ()
+
+    def unpack(self, packed: PackedGeneration) -> Generation:
+        """Return the announcement that the worker was sent.
+
+        Raises:
+            ControlError: It is none, or the difference to one that the worker was not told last.
+        """
+        if packed.base not in (0, self._generation):
+            raise ControlError(
+                f"a generation must differ from the one told before, {self._generation}, got a difference to "
+                f"{packed.base}; start this worker anew"
+            )
+        try:
+            common = _decode_common(_decompressed(packed.common, self._told if packed.base else b""))
+            plan = _plan(common, self._nodes if packed.base else ())
+            transfers = _unpacked(_decode_copies(_decompressed(packed.copies))) if packed.copies else ()
+        except (zlib.error, msgspec.DecodeError, IndexError, ValueError) as error:
+            raise ControlError(f"cannot read a generation: {error}") from error
+        told = Generation(
+            generation=common.generation,
+            rank=packed.rank,
+            plan=plan,
+            version=common.version,
+            roll_forward=common.roll_forward,
+            transfers=transfers,
+            source=common.source,
+            store_address=common.store_address,
+            num_sources=common.num_sources,
+            skipped=common.skipped,
+            checkpoint_due=common.checkpoint_due,
+            pace=common.pace,
+        )
+        self._generation, self._told, self._nodes = told.generation, _told(told), plan.nodes
+        return told
 
 
-def _decompressed(packed: bytes) -> bytes:
-    unpacking = zlib.decompressobj()
-    written = unpacking.decompress(packed, MAX_UNPACKED_BYTES)
+def _compressed(told: bytes, told_before: bytes) -> bytes:
+    """Return something packed, as the difference to what was told before, if anything was."""
+    packing = zlib.compressobj(zdict=told_before) if told_before else zlib.compressobj()
+    return packing.compress(told) + packing.flush()
+
+
+def _decompressed(packed: bytes, told_before: bytes = b"") -> bytes:
+    unpacking = zlib.decompressobj(zdict=told_before)  # whose checksum is compared
+    told = unpacking.decompress(packed, MAX_UNPACKED_BYTES)
     if unpacking.unconsumed_tail:
         raise ControlError(f"a generation must have at most {MAX_UNPACKED_BYTES} bytes, got more")
-    return written
+    if not unpacking.eof:
+        raise zlib.error("it ends too early")
+    return told
 
 
 def _packed(transfers: Sequence[Transfer]) -> bytes:
-    states = tuple(dict.fromkeys([transfer.state for transfer in transfers]))
+    state_of, sources, targets, first_bytes, end_bytes = zip(*map(_columns, transfers), strict=True)
+    states = tuple(dict.fromkeys(state_of))
     place = {state: index for index, state in enumerate(states)}
     copies = PackedCopies(
         states=states,
-        state_of=tuple([place[transfer.state] for transfer in transfers]),
-        sources=tuple([transfer.source for transfer in transfers]),
-        targets=tuple([transfer.target for transfer in transfers]),
-        first_bytes=tuple([transfer.first_byte for transfer in transfers]),
-        sizes=tuple([transfer.end_byte - transfer.first_byte for transfer in transfers]),
+        state_of=tuple([place[state] for state in state_of]),
+        sources=sources,
+        targets=targets,
+        first_bytes=first_bytes,
+        sizes=tuple(map(sub, end_bytes, first_bytes)),
     )
     return zlib.compress(msgspec.msgpack.encode(copies), zlib.Z_BEST_SPEED)  # done a thousand times in a row
 
@@ -156,7 +205,13 @@ def _unpacked(copies: PackedCopies) -> tuple[Transfer, ...]:
     )
 
 
-def _common(message: Generation) -> bytes:
+def _told(message: Generation, nodes_before: Sequence[int] = ()) -> bytes:
+    """Return what all are told, or those who know of a plan of some nodes, before it is compressed."""
+    nodes = message.plan.nodes
+    joined = tuple(sorted(set(nodes) - set(nodes_before))) if nodes_before else ()
+    if nodes_before:
+        places = {node: place for place, node in enumerate((*nodes_before, *joined))}
+        nodes = [places[node] for node in nodes]
     pipelines = message.plan.pipelines
     templates = list(dict.fromkeys(pipeline.template for pipeline in pipelines))
     place = {template: index for index, template in enumerate(templates)}
@@ -173,14 +228,18 @@ def _common(message: Generation) -> bytes:
         schedule_kind=message.plan.schedule_kind,
         templates=tuple(templates),
         template_of=tuple(place[pipeline.template] for pipeline in pipelines),
-        node_steps=tuple(after - before for before, after in pairwise((0, *message.plan.nodes))),
+        joined=joined,
+        node_steps=tuple(after - before for before, after in pairwise((0, *nodes))),
         num_microbatches=tuple(pipeline.num_microbatches for pipeline in pipelines),
     )
-    return zlib.compress(msgspec.msgpack.encode(common))
+    return msgspec.msgpack.encode(common)
 
 
-def _plan(common: Common) -> Plan:
+def _plan(common: Common, nodes_before: Sequence[int]) -> Plan:
     nodes = tuple(accumulate(common.node_steps))
+    if nodes_before:
+        in_order = (*nodes_before, *common.joined)
+        nodes = tuple(in_order[place] for place in nodes)
     pipelines: list[Pipeline] = []
     first = 0
     for index, num_microbatches in zip(common.template_of, common.num_microbatches, strict=True):

@@ -248,11 +248,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PackedGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A :class:`Generation` on its way: ``common`` is the same bytes for all, ``copies`` those of ``rank``, if any."""
+    """A :class:`Generation` on its way: ``common`` is the same bytes for all, ``copies`` those of ``rank``, if any.
+
+    ``base``: the generation that ``common`` is the difference to, which the addressee was told of last; 0 for none."""
 
     rank: int | None
     common: bytes
     copies: bytes = b""
+    base: int = 0
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -124,41 +124,42 @@ class _Missing:
     senders: _Senders
 
 
-def _least_loaded(senders: list[tuple[int, int]], load: dict[int, int], count: int) -> list[int]:
-    """Return the least loaded ranks of a heap, in which a rank's load may have grown since."""
+def _take_least_loaded(senders: list[tuple[int, int]], load: dict[int, int], count: int) -> list[tuple[int, int]]:
+    """Take the least loaded ranks from a heap, in which a rank's load may have grown since; return loads and ranks."""
     found: list[tuple[int, int]] = []
     while senders and len(found) < count:
         known, rank = senders[0]
-        if known < load[rank]:  # it has sent something else in the meantime
-            heapreplace(senders, (load[rank], rank))
+        now = load[rank]
+        if known < now:  # it has sent something else in the meantime
+            heapreplace(senders, (now, rank))
         else:
             found.append(heappop(senders))
-    for each in found:
-        heappush(senders, each)
-    return [rank for _, rank in found]
+    return found
 
 
 def _split(want: _Missing, load: dict[int, int]) -> list[Transfer]:
     """Split bytes over their least loaded holders such that their loads become as equal as can be, and add to them."""
-    left = want.part.size
-    sources = _least_loaded(want.senders.loads, load, min(want.senders.most, -(-left // _MAX_WHOLE_BYTES)))
-    loads = [load[source] for source in sources]
-    level = _fill_level(loads, left)
+    left, senders, state, target = want.part.size, want.senders.loads, want.state, want.target
+    sources = _take_least_loaded(senders, load, min(want.senders.most, -(-left // _MAX_WHOLE_BYTES)))
+    level, last = _fill_level([loaded for loaded, _ in sources], left), sources[-1][1]
     intervals = iter(want.part)
     start = end = 0
     transfers: list[Transfer] = []
-    for source, loaded in zip(sources, loads, strict=True):
-        share = -(-max(0, level - loaded) // _PAGE_BYTES) * _PAGE_BYTES
-        to_send = left if source == sources[-1] else min(left, share)
+    for loaded, source in sources:
+        to_send = left
+        if source != last:
+            share = -((loaded - level) // _PAGE_BYTES) * _PAGE_BYTES
+            to_send = 0 if share < 0 else share if share < left else left
         left -= to_send
         load[source] = loaded + to_send
+        heappush(senders, (loaded + to_send, source))
         while to_send:
             if start == end:
                 start, end = next(intervals)
-            cut = min(end, start + to_send)
-            transfers.append(
-                Transfer(state=want.state, source=source, target=want.target, first_byte=start, end_byte=cut)
-            )
+            cut = start + to_send
+            if cut > end:
+                cut = end
+            transfers.append(Transfer(state=state, source=source, target=target, first_byte=start, end_byte=cut))
             to_send -= cut - start
             start = cut
     return transfers

@@ -67,6 +67,19 @@ def test_hello_with_numbers_that_cannot_be_is_not_heard(tmp_path: Path, wrong: d
     with_coordinator(tmp_path, scenario)
 
 
+def test_agent_that_hangs_up_before_it_says_who_it_is_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.open()
+        host, port = socket.get_extra_info("sockname")
+        await socket.close()
+        assert f"an agent at {host}:{port} did not introduce itself: it hung up" in caplog.messages
+        assert served.events.empty()
+
+    with_coordinator(tmp_path, scenario)
+
+
 async def come(served: Served, port: int) -> tuple[aiohttp.ClientWebSocketResponse[bool], Sequence[str]]:
     """Come as a node whose doorbell is at a port; return whose doors it was to ring at."""
     socket = await served.open()

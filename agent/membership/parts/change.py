@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -90,9 +90,10 @@ class Change:
         """Return what was reported of a step that was committed."""
         return self._steps.get(step)
 
-    def forget(self, node: int) -> None:
-        """Drop what a node that is gone has reported."""
-        self._reports = {worker: progress for worker, progress in self._reports.items() if worker[0] != node}
+    def forget(self, workers: Iterable[WorkerId]) -> None:
+        """Drop what the workers of a node that is gone have reported."""
+        for worker in workers:
+            self._reports.pop(worker, None)
 
     def note_losses(self, nodes: Collection[int]) -> None:
         """Take in that nodes were lost, if any."""

@@ -24,6 +24,12 @@ def test_all_promises_hold_in_random_histories(first: int) -> None:
         assert not history.violation, history.told()
 
 
+@pytest.mark.parametrize("seed", [22337], ids=["stands by and fails"])
+def test_all_promises_hold_in_a_history_that_was_judged_wrongly(seed: int) -> None:
+    history = run(seed)
+    assert not history.violation, history.told()
+
+
 @pytest.mark.parametrize("seed", [1, 6, 8, 16, 17, 24, 26])
 def test_all_promises_hold_wherever_the_leader_is_lost_in_a_history(seed: int) -> None:
     """Jobs that end with each exit code; whatever happens, happens with and without a change of leaders before it."""

@@ -20,6 +20,7 @@ from resilient.protocol.messages import (
     Finish,
     Injection,
     Note,
+    PackedGeneration,
     Regroup,
     ToWorkerMessage,
     decode_from_worker,
@@ -122,14 +123,24 @@ def test_receive_without_a_message_times_out(agent: FakeAgent) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"), frame(b"\xc1nonsense", MAX_MESSAGE_BYTES)]
+    ("data", "told"),
+    [
+        (b"", ""),
+        ((MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"), f"at most {MAX_MESSAGE_BYTES} bytes"),
+        (frame(b"\xc1nonsense", MAX_MESSAGE_BYTES), "MessagePack data is malformed"),
+        (frame(encode(PackedGeneration(rank=0, common=b"", base=7)), MAX_MESSAGE_BYTES), "got a difference to 7"),
+    ],
 )
-def test_closed_or_nonsensical_connection_counts_as_lost(agent: FakeAgent, data: bytes) -> None:
+def test_closed_or_nonsensical_connection_counts_as_lost(
+    agent: FakeAgent, data: bytes, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
     client = agent.connect()
     agent.connection.sendall(data)
     if not data:
         agent.connection.shutdown(socket.SHUT_RDWR)
     agent.lost.wait()
+    assert told in caplog.text
+    assert bool(told) == bool(caplog.messages)
     for _ in range(2):
         with pytest.raises(ControlError, match="the connection to the node agent is closed"):
             client.receive()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from random import Random
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from resilient.errors import ControlError
 from resilient.protocol import generation_packing
-from resilient.protocol.generation_packing import GenerationPacker, PackedCopies, unpack
+from resilient.protocol.generation_packing import GenerationPacker, GenerationUnpacker, PackedCopies
 from resilient.protocol.messages import (
     INIT,
     Generation,
@@ -92,7 +94,7 @@ def test_every_worker_is_told_all_but_others_copies(told: Generation) -> None:
         sent = decode_to_worker(encode(packer.pack(message)))
         assert isinstance(sent, PackedGeneration)
         own = tuple(each for each in told.transfers if rank in (each.source, each.target))
-        assert unpack(sent) == msgspec.structs.replace(message, transfers=own)
+        assert GenerationUnpacker().unpack(sent) == msgspec.structs.replace(message, transfers=own)
 
 
 _TOLD = Generation(
@@ -113,26 +115,79 @@ def test_next_generation_is_packed_anew() -> None:
     first = msgspec.structs.replace(_TOLD, transfers=(copy,))
     packer.pack(first)
     second = msgspec.structs.replace(first, generation=2, transfers=())
-    assert unpack(packer.pack(second)) == second
+    assert GenerationUnpacker().unpack(packer.pack(second)) == second
+
+
+def _of(generation: int, nodes: Sequence[int]) -> Generation:
+    """Return an announcement of pipelines of four nodes each."""
+    pipelines = tuple(
+        Pipeline(template=_template(4), nodes=tuple(nodes[first : first + 4]), num_microbatches=3)
+        for first in range(0, len(nodes), 4)
+    )
+    return msgspec.structs.replace(_TOLD, generation=generation, plan=Plan(pipelines=pipelines))
 
 
 def test_thousand_nodes_are_told_of_in_little() -> None:
-    pipelines = tuple(
-        Pipeline(template=_template(4), nodes=tuple(range(first, first + 4)), num_microbatches=3)
-        for first in range(0, 1024, 4)
-    )
-    message = Generation(
-        generation=1,
-        rank=0,
-        plan=Plan(pipelines=pipelines),
-        version=0,
-        roll_forward=None,
-        transfers=(),
-        source=INIT,
-        store_address="h:1",
-    )
-    packed = encode(ToWorkers(message=GenerationPacker().pack(message), local_rank=0))
+    packed = encode(ToWorkers(message=GenerationPacker().pack(_of(1, range(1024))), local_rank=0))
     assert len(packed) < 1024  # a byte a node
+
+
+def test_change_is_told_in_little_of_thousands_of_nodes_in_any_order() -> None:
+    nodes = Random(0).sample(range(4096), 4096)
+    packer, unpacker = GenerationPacker(), GenerationUnpacker()
+    whole = packer.pack(_of(1, nodes))
+    unpacker.unpack(whole)
+    changed = _of(2, [*nodes[:1000], 5000, *nodes[1001:3996]])
+    difference = packer.pack(changed, known=1)
+    assert len(whole.common) > 4096
+    assert len(difference.common) < 120
+    assert unpacker.unpack(difference) == changed
+
+
+@given(st.lists(_generations(), min_size=1, max_size=6), st.data())
+def test_every_worker_knows_the_plan_in_force_whatever_happens(told: list[Generation], data: st.DataObject) -> None:
+    """Workers come, are lost and come anew; a coordinator is lost, and the next one says again what was not heard."""
+    packer = GenerationPacker()
+    known: dict[int, int] = {}
+    unpackers: dict[int, GenerationUnpacker] = {}
+    said: list[tuple[Generation, dict[int, int]]] = []
+    for generation, message in enumerate(told, start=1):
+        for worker in data.draw(st.sets(st.integers(0, 3)), label="begin anew"):
+            known.pop(worker, None)
+            unpackers.pop(worker, None)
+        present = data.draw(st.sets(st.integers(0, 3), min_size=1), label="are told")
+        if data.draw(st.booleans(), label="is lost"):
+            packer = GenerationPacker()
+            for before, to in said:
+                for of in to.values():
+                    packer.pack(before, known=of)
+        announced = msgspec.structs.replace(message, generation=generation, rank=None, transfers=())
+        said.append((announced, {worker: known.get(worker, 0) for worker in present}))
+        for worker, of in said[-1][1].items():
+            sent = packer.pack(announced, known=of)
+            assert unpackers.setdefault(worker, GenerationUnpacker()).unpack(sent) == announced
+            known[worker] = generation
+
+
+def test_difference_to_what_a_worker_was_not_told_last_is_refused() -> None:
+    packer, unpacker = GenerationPacker(), GenerationUnpacker()
+    first, second, third = (_of(generation, range(8)) for generation in (1, 2, 3))
+    unpacker.unpack(packer.pack(first))
+    packer.pack(second, known=1)
+    refused = "a generation must differ from the one told before, 1, got a difference to 2; start this worker anew"
+    with pytest.raises(ControlError, match=refused):
+        unpacker.unpack(packer.pack(third, known=2))
+    whole = packer.pack(third, known=1)
+    assert whole.base == 0
+    assert unpacker.unpack(whole) == third
+
+
+def test_difference_to_another_plan_is_refused() -> None:
+    packer, unpacker = GenerationPacker(), GenerationUnpacker()
+    unpacker.unpack(GenerationPacker().pack(_of(1, range(8))))
+    packer.pack(_of(1, range(1, 9)))
+    with pytest.raises(ControlError, match="cannot read a generation"):
+        unpacker.unpack(packer.pack(_of(2, range(8)), known=1))
 
 
 def test_hundreds_of_copies_of_a_worker_take_little() -> None:
@@ -147,17 +202,17 @@ def test_hundreds_of_copies_of_a_worker_take_little() -> None:
     message = msgspec.structs.replace(_TOLD, rank=144, transfers=transfers)
     packed = GenerationPacker().pack(message)
     assert len(packed.copies) < 6 * len(transfers)
-    assert unpack(packed) == message
+    assert GenerationUnpacker().unpack(packed) == message
 
 
-_NONSENSE = [b"nonsense", zlib.compress(b"nonsense"), zlib.compress(b"x" * 1000)]
+_NONSENSE = [zlib.compress(b"ends too early")[:-1], b"nonsense", zlib.compress(b"nonsense"), zlib.compress(b"x" * 1000)]
 
 
 @pytest.mark.parametrize("common", [b"", *_NONSENSE])
 def test_nonsense_is_refused(common: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_packing, "MAX_UNPACKED_BYTES", 100)
     with pytest.raises(ControlError, match="a generation"):
-        unpack(PackedGeneration(rank=0, common=common))
+        GenerationUnpacker().unpack(PackedGeneration(rank=0, common=common))
 
 
 def _columns(**columns: tuple[int, ...]) -> bytes:
@@ -171,4 +226,4 @@ def _columns(**columns: tuple[int, ...]) -> bytes:
 def test_nonsense_of_copies_is_refused(copies: bytes) -> None:
     common = GenerationPacker().pack(_TOLD).common
     with pytest.raises(ControlError, match="a generation"):
-        unpack(PackedGeneration(rank=0, common=common, copies=copies))
+        GenerationUnpacker().unpack(PackedGeneration(rank=0, common=common, copies=copies))

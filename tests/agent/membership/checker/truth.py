@@ -35,12 +35,12 @@ class Truth:
     """What is true of a job.
 
     Attributes:
-        generation: The newest that was announced.
+        generation: The newest that was announced, or the last checkpoint that is begun in place of one.
         gone: Nodes that the machine knows to be lost, or has sent away.
         ready: Workers that have said that they are up, by node.
         leaving: Nodes that the machine knows to go away.
         cut_off: Nodes whose connection is broken; ``is_left``: the step under way was left.
-        admitted: Nodes that were told of a generation; ``unfit``: that failed before that.
+        admitted: Nodes that were told of a generation; ``unfit``: that failed before that, or as they stood by.
         erring: Nodes that had an error of their own, and are to be let go.
         installed: Workers heard to have installed the generation.
         said: By step, files that somebody has said to have written; ``copies``: fingerprints told at an early stop.
@@ -57,6 +57,7 @@ class Truth:
     def __init__(self, world: World) -> None:
         self._world = world
         self.generation = 0
+        self._in_force = 0  # the generation, which a last checkpoint does not change
         self.gone: set[int] = set()
         self.ready: dict[int, set[int]] = {}
         self.leaving: set[int] = set()
@@ -175,7 +176,8 @@ class Truth:
 
     def announce(self, generation: int, version: int) -> None:
         """Take in that a generation is announced."""
-        self.generation, self._heard, self.is_left = generation, version, False
+        self.generation = self._in_force = generation
+        self._heard, self.is_left = version, False
         self.disturbed.clear()
         self.erring.clear()
         self.installed.clear()
@@ -233,8 +235,18 @@ class Truth:
             self.failures.add("nodes with errors cannot be spared")
 
     def _is_its_own_affair(self, node: int) -> bool:
-        """Return whether a node that fails is not let in yet."""
-        return self.generation > 0 and node not in self.admitted
+        """Return whether a node that fails is not let in yet, or stands by: the last checkpoint may be its to write."""
+        if not self.generation or (node in self.admitted and self.is_ending):
+            return False
+        return node not in self.admitted or not self._takes_part(node)
+
+    def _takes_part(self, node: int) -> bool:
+        """Return whether a node has a place in the generation in force, or still has states to send in it."""
+        fabric = self._world.fabrics[self._in_force]
+        has_all = self.installed.issuperset(worker.id for worker in fabric.members.values())
+        is_copying = not (self.is_left or has_all)
+        ranks = [rank for rank, worker in fabric.members.items() if worker.id[0] == node]
+        return any(rank < len(fabric.slots) or is_copying for rank in ranks)
 
     def _err(self, node: int, kind: str) -> None:
         """Take in an error that may be a node's own: the job's, if it is another node's as well, or one of too many."""

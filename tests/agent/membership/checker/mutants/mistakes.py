@@ -104,7 +104,7 @@ MISTAKES = (
     Mistake(
         "reports of nodes that are gone count",
         "job_parts.py",
-        "            self.change.forget(node)",
+        "            self.change.forget(member.workers)",
         "            pass",
     ),
     # ------------------------------------------------------------ fencing
@@ -333,8 +333,8 @@ MISTAKES = (
     Mistake(
         "a last step that nobody holds is not trained again",
         "regrouping.py",
-        "agreement.version == job.num_steps and (parts.is_complete or is_held)",
-        "agreement.version == job.num_steps",
+        "return parts.is_complete or not uncovered(job.profile, agreement.held.values())",
+        "return True",
     ),
     Mistake(
         "the last checkpoint may lack what nobody holds",
