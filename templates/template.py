@@ -294,6 +294,10 @@ class TemplateSet:
     problem_digest: str
     layouts: tuple[tuple[PipelineTemplate, ...], ...]
 
+    def __hash__(self) -> int:
+        # Hashing all layouts takes longer than what is kept by them.
+        return hash((self.problem_digest, len(self.layouts)))
+
     @property
     def sizes(self) -> range:
         """The numbers of nodes there are templates for; the first is n0."""

@@ -3,9 +3,10 @@
     python benchmarks/scale/decisions.py [--nodes 1024,16384] [--day 4000]
 
 Processor time, so that what else the machine does counts little: the median of three calls after one that compiles, in
-a process for each row, whose peak memory with all that it has loaded is shown. Templates and compositions are at hand,
-as a coordinator prepares them; composing has rows of its own. Layers are 96 blocks of GPT-3 6.7B, all different by a
-few per cent, on nodes of eight A100s; those of the copies, as jobs run them, on nodes of one device.
+a process for each row, whose peak memory with all that it has loaded is shown. Templates are at hand, and compositions
+of a few nodes more or less, as a coordinator prepares them; composing has rows of its own. Layers are 96 blocks of
+GPT-3 6.7B, all different by a few per cent, on nodes of eight A100s; those of the copies, as jobs run them, on nodes of
+one device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from resilient.templates.composition.compose import compose
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import cluster_of
 from resilient.templates.plan import Holdings, Plan, PlanningProblem
-from resilient.templates.replan.replan import first_plan, replan, replan_candidates, templates_for
+from resilient.templates.replan.replan import first_plan, prepare, replan, replan_candidates, templates_for
 from resilient.templates.replan.transfer import plan_transfers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -53,6 +54,7 @@ def _waves(num_nodes: int, lost: float, joined: float) -> Iterator[tuple[Plannin
     """Yield a plan and the nodes after a part of them was lost and others joined, again and again."""
     problem, draw = _problem(num_nodes), random.Random(0)
     live, following = list(range(num_nodes)), num_nodes
+    prepare(problem, num_nodes)
     plan = first_plan(problem, live)
     for _ in range(_REPEATS + 1):
         gone = set(draw.sample(live, max(1, round(lost * len(live)))))
@@ -77,10 +79,10 @@ def _all_ways(num_nodes: int) -> Calls:
         yield lambda problem=problem, plan=plan, live=live: list(replan_candidates(problem, plan, live))
 
 
-def _slow(num_nodes: int, num_slow: int) -> Calls:
+def _slow(num_nodes: int, num_slow: int, lost: float = 0, joined: float = 0) -> Calls:
     """Other nodes turn out to be slow each time."""
     draw = random.Random(1)
-    for problem, plan, live in _waves(num_nodes, 0, 0):
+    for problem, plan, live in _waves(num_nodes, lost, joined):
         slow = {node: draw.uniform(1.2, 6) for node in draw.sample(live, num_slow)}
         yield lambda problem=problem, plan=plan, live=live, slow=slow: replan(problem, plan, live, slowdowns=slow)
 
@@ -153,6 +155,7 @@ CASES: dict[str, tuple[str, Callable[[int], Calls]]] = {
     "ways": ("all candidates of the same", _all_ways),
     "slow": ("replan, one loss and a slow node", lambda num_nodes: _slow(num_nodes, 1)),
     "slow-4": ("replan, one loss and four slow nodes", lambda num_nodes: _slow(num_nodes, 4)),
+    "slow-wave": ("the same wave and sixteen slow nodes", lambda num_nodes: _slow(num_nodes, 16, 0.1, 0.08)),
     "domains": ("replan, every state in one zone", _domains),
     "scarce": ("replan, a zone too small for all states", _scarce_domain),
     "compose": ("composition", lambda num_nodes: _composition(num_nodes, 4 * num_nodes)),

@@ -15,6 +15,7 @@ have several microbatches, the latest finish is as early as can be, and as few p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.template import PipelineTemplate
+from resilient.templates.schedules.graph import CHAIN
+from resilient.templates.template import PipelineTemplate, TemplateSet
 
 
 class Line(NamedTuple):
@@ -53,6 +55,10 @@ class LineTable(NamedTuple):
     fill: Ints
     slowest: Ints
     round_size: Ints
+
+    def rows(self, indices: Sequence[int]) -> LineTable:
+        """Return a table of some of the rows, in this order."""
+        return LineTable(*(column[list(indices)] for column in self))
 
     def capacities(self, tau_ns: int) -> Ints:
         """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
@@ -106,6 +112,20 @@ def slowed_line(template: PipelineTemplate, node_factors: Sequence[float], *, al
     return Line(nanoseconds(fill_ms), max(1, nanoseconds(slowest_ms)), template.round_size)
 
 
+def least_line(template: PipelineTemplate, *, alone: bool = False) -> Line:
+    """Return a line that no :func:`slowed_line` of a layout is below, whichever of its nodes are slow.
+
+    The slowest row adds nothing to what the others fill; when a node is slow, that may be another one.
+    """
+    fill_ms, slowest_ms = template.line_ms(alone=alone)
+    if template.lanes == (CHAIN,):
+        _, busy, filling = template.row_times
+        fill_ms -= float(filling.max() - filling[busy == busy.max()].max()) / template.num_chunks
+    else:
+        fill_ms = template.lone_sync_ms if alone else template.sync_ms
+    return Line(max(0, nanoseconds(fill_ms)), max(1, nanoseconds(slowest_ms)), template.round_size)
+
+
 def finish_ns(pipeline: Lines, num_microbatches: int) -> int:
     """Return the time of a pipeline's share of the step."""
     return min(line.finish_ns(num_microbatches) for line in pipeline)
@@ -156,6 +176,24 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
     left_over = num_microbatches - int(counts.sum()) - (np.cumsum(most) - most)
     counts[ordered] += np.clip(left_over, 0, most)
     return tuple(counts.tolist())
+
+
+@lru_cache(maxsize=16)
+def lines_of_sizes(templates: TemplateSet) -> LineTable:
+    """Return the lines of pipelines of each size, where there are several pipelines. [sizes, most lines]"""
+    return line_table([lines(layouts) for layouts in templates.layouts])
+
+
+@lru_cache(maxsize=32)
+def least_lines_of_sizes(templates: TemplateSet, *, alone: bool = False) -> LineTable:
+    """Return :func:`least_line` of the layouts of each size. [sizes, most lines]"""
+    return line_table([tuple(least_line(each, alone=alone) for each in layouts) for layouts in templates.layouts])
+
+
+@lru_cache(maxsize=16)
+def lines_of_layouts(templates: TemplateSet) -> LineTable:
+    """Return the line of each layout of each size, where there are several pipelines. [layouts, 1]"""
+    return line_table([(line,) for layouts in templates.layouts for line in lines(layouts)])
 
 
 def line_table(pipelines: Sequence[Lines]) -> LineTable:

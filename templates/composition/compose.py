@@ -18,7 +18,13 @@ import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
-from resilient.templates.composition.batch_split import finish_ns, line_table, lines
+from resilient.templates.composition.batch_split import (
+    LineTable,
+    finish_ns,
+    least_lines_of_sizes,
+    lines,
+    lines_of_sizes,
+)
 from resilient.templates.template import TemplateSet
 
 
@@ -78,6 +84,25 @@ def compositions(templates: TemplateSet, num_nodes: int, num_microbatches: int, 
     return Compositions(every, fastest)
 
 
+def may_take(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int, step_ns: int) -> bool:
+    """Return False only where every step takes longer than ``step_ns``, with :func:`compose`'s arguments.
+
+    That holds for any number of nodes up to ``num_nodes``, whichever of them are slow, and by how much. There must be a
+    place for all of them.
+    """
+    if min_pipelines == 1 and num_nodes >= templates.sizes[0]:
+        alone = least_lines_of_sizes(templates, alone=True).finish_ns(num_microbatches)
+        if alone[: num_nodes - templates.sizes[0] + 1].min() <= step_ns:
+            return True
+    several = max(2, min_pipelines)
+    if min(num_microbatches, num_nodes // templates.sizes[0]) < several:
+        return False
+    least = least_lines_of_sizes(templates)
+    return _Knapsack(templates, num_nodes, num_microbatches, several, may_idle=True, line_table=least).is_enough(
+        step_ns
+    )
+
+
 def _check(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
     smallest, largest = templates.sizes[0], templates.sizes[-1]
     if min(num_microbatches, num_nodes // smallest) < max(min_pipelines, -(-num_nodes // largest)):
@@ -116,16 +141,21 @@ class _Knapsack:
         min_pipelines: int,
         *,
         may_idle: bool = False,
+        line_table: LineTable | None = None,
     ) -> None:
-        # A pipeline of all nodes is the only one.
-        sizes = [size for size in templates.sizes if size <= num_nodes]
-        pipelines = [lines(templates.of(size), alone=size == num_nodes and min_pipelines == 1) for size in sizes]
-        self._may_idle, self._num_sizes = may_idle, len(sizes)
-        if may_idle:
-            pipelines += pipelines[-1:] * (min(num_nodes, 2 * sizes[-1] - 1) - sizes[-1])
         self._smallest = templates.sizes[0]
-        self._lines = line_table(pipelines)
-        self._longest = max(finish_ns(pipeline, num_microbatches) for pipeline in pipelines)
+        self._may_idle, self._num_sizes = may_idle, min(len(templates.sizes), num_nodes - self._smallest + 1)
+        largest = self._smallest + self._num_sizes - 1
+        num_idle = min(num_nodes, 2 * largest - 1) - largest if may_idle else 0
+        table = (line_table or lines_of_sizes(templates)).rows(
+            [*range(self._num_sizes), *[self._num_sizes - 1] * num_idle]
+        )
+        if largest == num_nodes and min_pipelines == 1:  # a pipeline of all nodes is the only one
+            alone = [line.fill_ns for line in lines(templates.of(largest), alone=True)]
+            table.fill[-1] = alone[-1]
+            table.fill[-1, : len(alone)] = alone
+        self._lines = table
+        self._longest = int(table.finish_ns(num_microbatches).min(axis=1).max())
         self._num_nodes = num_nodes
         self._num_microbatches = num_microbatches
         self._min_pipelines = min_pipelines
@@ -133,9 +163,9 @@ class _Knapsack:
 
     def best(self, most_ns: int | None = None) -> tuple[int, tuple[int, ...]] | None:
         """Return the least step time and its composition, descending; None if it is more than ``most_ns``."""
-        if most_ns is not None and not self._is_enough(most_ns):
+        if most_ns is not None and not self.is_enough(most_ns):
             return None
-        tau = self._lines.least_time(self._is_enough, self._longest if most_ns is None else most_ns)
+        tau = self._lines.least_time(self.is_enough, self._longest if most_ns is None else most_ns)
         sizes = self._composition(tau)
         return tau, self._in_use(sizes, tau) if self._may_idle else sizes
 
@@ -154,7 +184,8 @@ class _Knapsack:
             idle += index - used[-1]
         return tuple(sorted((index + self._smallest for index in used), reverse=True))
 
-    def _is_enough(self, tau_ns: int) -> bool:
+    def is_enough(self, tau_ns: int) -> bool:
+        """Return whether a composition gets through all microbatches in a time."""
         each = np.minimum(self._capacity(tau_ns), self._num_microbatches)
         most = _most(each, self._most_pipelines, self._min_pipelines, self._num_nodes)
         return most >= self._num_microbatches

@@ -14,7 +14,7 @@ from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 from resilient.templates.composition.batch_split import LineTable
 from resilient.templates.schedules.graph import CHAIN
-from resilient.templates.template import PipelineTemplate
+from resilient.templates.template import PipelineTemplate, RowTimes
 
 _MOST_ARRANGEMENTS = 120
 
@@ -85,6 +85,14 @@ class Arrangements:
         self._places = np.concatenate(places)
         self._sizes = np.array([layout.num_nodes for layout in layouts])
         self._round_sizes = np.array([layout.round_size for layout in layouts])
+        differs = (np.diff(self._sizes) != 0) | (np.diff(self._round_sizes) != 0)
+        self._kind = np.concatenate(([0], differs.cumsum()))[self._layout]
+        self._are_chains = all(layout.lanes == (CHAIN,) for layout in layouts)
+        times = zip(*(layout.row_times for layout in layouts), strict=True)
+        self._row_times = RowTimes(*map(np.concatenate, times))
+        self._first_rows = np.cumsum([0, *(len(layout.rows) for layout in layouts)])
+        self._num_chunks = np.array([layout.num_chunks for layout in layouts])[self._layout]
+        self._sync_ms = np.array([(layout.sync_ms, layout.lone_sync_ms) for layout in layouts])[self._layout].T
 
     def lines(self, group: Factors, *, alone: bool) -> SlowLines:
         """Return the lines with slow nodes of these factors.
@@ -93,9 +101,7 @@ class Arrangements:
         """
         fill, slowest = np.rint(self._times_ms(group, alone=alone) * 1e6).astype(np.int64).T
         slowest = np.maximum(slowest, 1)
-        differs = (np.diff(self._sizes) != 0) | (np.diff(self._round_sizes) != 0)
-        of_kind = np.concatenate(([0], differs.cumsum()))[self._layout]
-        kept: Ints = compiled(_fastest)(fill, slowest, of_kind)
+        kept: Ints = compiled(_fastest)(fill, slowest, self._kind)
         layout = self._layout[kept]
         columns = fill[kept], slowest[kept], self._round_sizes[layout]
         return SlowLines(
@@ -106,24 +112,15 @@ class Arrangements:
 
     def _times_ms(self, group: Factors, *, alone: bool) -> Floats:
         """Return :meth:`PipelineTemplate.line_ms` of each arrangement; chains all at once. [arrangements, 2]"""
-        if any(layout.lanes != (CHAIN,) for layout in self._layouts):
+        if not self._are_chains:
             pipelines = _Pipelines(self._layouts, group, self._layout, self._places)
             every = map(pipelines.pipeline, range(len(self._layout)))
             return np.array([layout.line_ms(factors, alone=alone) for layout, factors in every])
-        node, busy_ms, filling_ms = map(np.concatenate, zip(*(each.row_times for each in self._layouts), strict=True))
+        ones = np.ones(int(self._sizes.max()))
         times: Floats = compiled(_chain_times)(
-            self._layout,
-            self._places,
-            np.array(group),
-            np.cumsum([0, *(len(layout.rows) for layout in self._layouts)]),
-            node,
-            busy_ms,
-            filling_ms,
-            np.ones(int(self._sizes.max())),
+            self._layout, self._places, np.array(group), self._first_rows, *self._row_times, ones
         )
-        num_chunks = np.array([layout.num_chunks for layout in self._layouts])
-        sync_ms = np.array([layout.lone_sync_ms if alone else layout.sync_ms for layout in self._layouts])
-        times[:, 0] = times[:, 0] / num_chunks[self._layout] + sync_ms[self._layout]
+        times[:, 0] = times[:, 0] / self._num_chunks + self._sync_ms[int(alone)]
         return times
 
 

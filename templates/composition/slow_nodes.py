@@ -13,7 +13,7 @@ several slow nodes of a large template are put where little is computed instead 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.composition.batch_split import LineTable, line_table, lines
+from resilient.templates.composition.batch_split import LineTable, lines_of_layouts
 from resilient.templates.composition.slow_lines import Arrangements, Factors, SlowLines, SlowPipeline
 from resilient.templates.template import TemplateSet
 
@@ -95,16 +95,16 @@ def _groups(slow: Factors) -> list[Factors]:
 
 def _slow_lines(templates: TemplateSet, num_fast: int, slow: Factors, *, alone: bool = False) -> Iterator[SlowLines]:
     """Yield the lines of layouts with each choice of one or more of the slow nodes, where others fill them up."""
-    known: dict[int, Arrangements] = {}
     for group in _groups(slow):
         number = len(group)
-        if number not in known:
-            sizes = range(max(number, templates.sizes[0]), min(number + num_fast, templates.sizes[-1]) + 1)
-            layouts = [layout for size in sizes for layout in templates.of(size)]
-            if not layouts:
-                continue
-            known[number] = Arrangements(layouts, number)
-        yield known[number].lines(group, alone=alone)
+        sizes = range(max(number, templates.sizes[0]), min(number + num_fast, templates.sizes[-1]) + 1)
+        if sizes:
+            yield _arrangements(templates, sizes, number).lines(group, alone=alone)
+
+
+@lru_cache(maxsize=32)
+def _arrangements(templates: TemplateSet, sizes: range, number: int) -> Arrangements:
+    return Arrangements([layout for size in sizes for layout in templates.of(size)], number)
 
 
 class _Table:
@@ -127,7 +127,7 @@ class _Table:
         self._last_row = num_microbatches if self._counts_all else min_pipelines
         # Pipelines with slow nodes have so many others at most.
         self._width = min(num_fast, len(slow) * templates.sizes[-1]) + 1
-        fast = [lines(templates.of(size)) for size in self._fast_sizes]
+        fast = [templates.of(size) for size in self._fast_sizes]
         self._slow_lines = list(_slow_lines(templates, num_fast, slow))
         self._kinds: list[tuple[Factors, int]] = [((), size) for size in self._fast_sizes]
         num_lines = list(map(len, fast))
@@ -139,7 +139,7 @@ class _Table:
         self._firsts = np.cumsum([0, *num_lines])
         tables = [each.table for each in self._slow_lines]
         if fast:
-            tables.insert(0, line_table([(line,) for of_size in fast for line in of_size]))
+            tables.insert(0, lines_of_layouts(templates).rows(range(sum(num_lines[: len(fast)]))))
         self._lines = LineTable(*map(np.concatenate, zip(*tables, strict=True)))
 
     def best(self, most_ns: int) -> MixedComposition | None:

@@ -37,9 +37,13 @@ def assign(
     """
     if place_groups is None or node_groups is None:
         place_groups, node_groups = (np.full(len(kinds), _NO_GROUP) for kinds in (place_kinds, node_kinds))
-    common = np.intersect1d(place_groups, node_groups)
-    places = _Types.of(place_kinds, np.where(np.isin(place_groups, common), place_groups, _NO_GROUP), len(prices))
-    nodes = _Types.of(node_kinds, np.where(np.isin(node_groups, common), node_groups, _NO_GROUP), prices.shape[1])
+    else:
+        common = np.intersect1d(place_groups, node_groups)
+        place_groups, node_groups = (
+            np.where(np.isin(groups, common), groups, _NO_GROUP) for groups in (place_groups, node_groups)
+        )
+    places = _Types.of(place_kinds, place_groups, len(prices))
+    nodes = _Types.of(node_kinds, node_groups, prices.shape[1])
     found = _flows(prices, places, nodes)
     if found is None:
         return None
@@ -101,9 +105,11 @@ class _Types(NamedTuple):
     def of(cls, kinds: Ints, groups: Ints, num_kinds: int) -> _Types:
         """Return the types of some items."""
         keys = (groups + 1) * num_kinds + kinds
-        distinct, count = np.unique(keys, return_counts=True)
-        group, kind = np.divmod(distinct, num_kinds)
-        return cls(kind, group - 1, count, np.argsort(keys, kind="stable"))
+        ordered = np.argsort(keys, kind="stable")
+        keys = keys[ordered]
+        first = np.flatnonzero(np.diff(keys, prepend=-1))
+        group, kind = np.divmod(keys[first], num_kinds)
+        return cls(kind, group - 1, np.diff(first, append=len(keys)), ordered)
 
     def first(self, counts: Ints) -> Ints:
         """Return the first so many items of each type, type by type."""

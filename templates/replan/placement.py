@@ -107,11 +107,11 @@ class Placer:
         for index, layout in self._most_complete_first:
             if index not in taken:
                 left[layout].append(index)
+        # All parts get their numbers here: which of equally good placements is taken does not depend on what is placed.
+        layouts = (self._holdings.number(target.template) for target in targets)
         return [
-            Target(target.template, same.popleft())
-            if target.continues is None and (same := left[self._holdings.number(target.template)])
-            else target
-            for target in targets
+            Target(target.template, same.popleft()) if target.continues is None and (same := left[layout]) else target
+            for target, layout in zip(targets, layouts, strict=True)
         ]
 
     def place(

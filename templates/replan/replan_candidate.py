@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Lines, finish_ns, lines, slowed_line, split_microbatches
-from resilient.templates.composition.compose import Compositions
+from resilient.templates.composition.compose import Compositions, may_take
 from resilient.templates.composition.slow_nodes import compose_with_slow, searched
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
@@ -132,6 +132,8 @@ class Situation:
         self._problem, self._templates, self._compositions = problem, templates, compositions
         self._layouts = cache(templates.of)
         self._plan = _with_templates_of(templates, plan)
+        known = {id(layout) for layouts in templates.layouts for layout in layouts}
+        self._all_known = all(id(pipeline.template) in known for pipeline in self._plan.pipelines)
         self._live, self._slowdowns, self._has_domains = live, slowdowns, bool(domains)
         slow = {node for node in live if slowdowns.get(node, 1.0) > 1}
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
@@ -144,20 +146,31 @@ class Situation:
 
         Nodes that there is a place for stand by only where that makes the step shorter than any way with all of them.
         """
-        found = list(self._distinct(self._changes()))
-        mixed = self._mixed(nanoseconds(min(way.step_ms for way in found)) - 1)
-        if mixed is not None:
-            found.extend(self._distinct([mixed]))
         most = sum(self._compositions(len(self._live)).every)
-        with_most_ms = min(way.step_ms for way in found if way.num_nodes == most)
+        found, seen = list[Way](), set[object]()
+        for number in self._numbers_without():
+            num_nodes = len(self._live) - number
+            if found and num_nodes < most and not self._may_take_less(_fastest_ms(found, most), num_nodes):
+                break
+            found.extend(self._distinct(self._changes(number), seen))
+        fastest_ms = _fastest_ms(found)
+        if self._slowest_first and self._may_take_less(fastest_ms, most):
+            mixed = self._mixed(nanoseconds(fastest_ms) - 1)
+            found.extend(self._distinct([mixed] if mixed else [], set()))
+        with_most_ms = _fastest_ms(found, most)
         for way in found:
             if way.num_nodes == most:
                 yield way
             elif way.step_ms < with_most_ms:
                 yield way.shorter_than(with_most_ms)
 
-    def _distinct(self, changes: Iterable[_Change]) -> Iterator[Way]:
-        seen: set[object] = set()
+    def _may_take_less(self, step_ms: float, num_nodes: int) -> bool:
+        """Return False only where no step on up to so many of the nodes is shorter."""
+        num_microbatches, min_pipelines = self._problem.num_microbatches, self._problem.max_failures + 1
+        most_ns = nanoseconds(step_ms) - 1
+        return not self._all_known or may_take(self._templates, num_nodes, num_microbatches, min_pipelines, most_ns)
+
+    def _distinct(self, changes: Iterable[_Change], seen: set[object]) -> Iterator[Way]:
         for change in changes:
             targets = self._targets(change.wanted)
             # Equal templates are one object here.
@@ -167,24 +180,24 @@ class Situation:
                 seen.add(key)
                 yield self._way(change, targets)
 
-    def _changes(self) -> Iterator[_Change]:
-        for number in self._numbers_without():
-            without = frozenset(self._slowest_first[:number])
-            live = [node for node in self._live if node not in without]
-            try:
-                best = self._compositions(len(live))
-            except TooFewNodes:
-                return
-            may_stand_by = bool(self._slowest_first) or best.every != best.fastest
-            for change in self._repairs(live, may_stand_by=may_stand_by):
-                wanted = [self._kept_or_new(index, size) for index, size in change.pipelines]
-                yield _Change(change.kind, wanted, without)
-            for composition in dict.fromkeys(best):
-                if not self._plan.pipelines:  # nobody holds anything: the fastest nodes are taken, first ones first
-                    without = frozenset(self._fastest_first[sum(composition) :])
-                kept = [self._kept_or_new(index, size) for index, size in self._with_intact(composition, live)]
-                yield _Change("composed", kept, without)
-                yield _Change("composed", [_Wanted(self._layouts(size)) for size in composition], without)
+    def _changes(self, number: int) -> Iterator[_Change]:
+        """Yield what may be done while so many of the slowest nodes stand by."""
+        without = frozenset(self._slowest_first[:number])
+        live = [node for node in self._live if node not in without]
+        try:
+            best = self._compositions(len(live))
+        except TooFewNodes:
+            return
+        may_stand_by = bool(self._slowest_first) or best.every != best.fastest
+        for change in self._repairs(live, may_stand_by=may_stand_by):
+            wanted = [self._kept_or_new(index, size) for index, size in change.pipelines]
+            yield _Change(change.kind, wanted, without)
+        for composition in dict.fromkeys(best):
+            if not self._plan.pipelines:  # nobody holds anything: the fastest nodes are taken, first ones first
+                without = frozenset(self._fastest_first[sum(composition) :])
+            kept = [self._kept_or_new(index, size) for index, size in self._with_intact(composition, live)]
+            yield _Change("composed", kept, without)
+            yield _Change("composed", [_Wanted(self._layouts(size)) for size in composition], without)
 
     @cached_property
     def _fastest_first(self) -> list[int]:
@@ -335,6 +348,10 @@ class Situation:
         if self._slowdowns.keys().isdisjoint(nodes):
             return self._lines(self._only(template), alone=alone)
         return (slowed_line(template, [self._slowdowns.get(node, 1.0) for node in nodes], alone=alone),)
+
+
+def _fastest_ms(ways: Iterable[Way], num_nodes: int | None = None) -> float:
+    return min(way.step_ms for way in ways if num_nodes in (None, way.num_nodes))
 
 
 def _with_templates_of(templates: TemplateSet, plan: Plan) -> Plan:

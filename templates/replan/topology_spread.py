@@ -9,6 +9,7 @@ Places and nodes of one kind and domain are as good as each other, so only one o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,9 @@ from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.replan.assignment import FORBIDDEN, assign
 
 _FEW_NODES = 64
+_NONE = -1
+
+_Best = Callable[[Flags, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints], tuple[int, int]]
 
 
 class Kinds(NamedTuple):
@@ -77,9 +81,15 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int) -> In
 
 class _Search:
     def __init__(self, kinds: Kinds, domains: Ints, wanted: int) -> None:
-        self._needs, self._weights = np.unique(kinds.needs, axis=1, return_counts=True)
+        needs, self._weights = np.unique(kinds.needs, axis=1, return_counts=True)
+        self._needs = np.ascontiguousarray(needs)
         self._prices, self._places, self._nodes = kinds.prices, kinds.places, kinds.nodes
         self._domains, self._wanted = domains, wanted
+        # Nodes of one type are as good as each other.
+        num_domains = int(domains.max()) + 1
+        types, self._node_types = np.unique(kinds.nodes * num_domains + domains, return_inverse=True)
+        node_kinds, self._type_domains = np.divmod(types, num_domains)
+        self._type_prices = kinds.prices[:, node_kinds]
 
     def worth(self, chosen: Ints) -> tuple[int, int]:
         """Return what is lacking and what copies cost."""
@@ -108,8 +118,10 @@ class _Search:
 
     def _different(self, chosen: Ints) -> Ints:
         """Return a place of each kind with a node of each kind of each domain."""
-        pairs = self._places * self._prices.shape[1] + self._nodes[chosen]
-        return np.unique(pairs * (int(self._domains.max()) + 1) + self._domains[chosen], return_index=True)[1]
+        first = np.full(self._type_prices.size, _NONE)
+        pairs = self._places * len(self._type_domains) + self._node_types[chosen]
+        first[pairs[::-1]] = np.arange(len(pairs))[::-1]
+        return first[first != _NONE]
 
     def _to_spread(self, chosen: Ints, counts: Ints, places: Ints) -> Ints:
         """Return those of the places one of which takes part in each exchange that helps: the fewer of both sides'."""
@@ -120,30 +132,19 @@ class _Search:
 
     def _exchange_to_spread(self, chosen: Ints) -> bool:
         """Make the exchange after which least is lacking, of these the cheapest; return whether there was one."""
+        from resilient.templates.replan.exchanges import to_spread
+
         counts, different = self._counts(chosen), self._different(chosen)
-        best: tuple[int, int, int, int] | None = None
-        for place in self._to_spread(chosen, counts, different).tolist():
-            lacking = self._more_lacking(chosen, counts, place, different)
-            if lacking.min() < 0:
-                prices = self._more_expensive(chosen, place, different)
-                other = int(np.lexsort((prices, lacking))[0])
-                found = int(lacking[other]), int(prices[other]), place, int(different[other])
-                best = found if best is None else min(best, found)
-        if best is not None:
-            _swap(chosen, *best[2:])
-        return best is not None
+        return self._exchange(to_spread, chosen, counts, self._to_spread(chosen, counts, different), different)
 
     def _cheapest(self, chosen: Ints) -> Ints:
         """Return the cheapest placement of those in which no state is in fewer of the domains that it is to be in."""
-        num_domains, num_kinds = int(self._domains.max()) + 1, len(self._prices)
-        types, node_types = np.unique(self._nodes * num_domains + self._domains, return_inverse=True)
-        node_kinds, type_domains = np.divmod(types, num_domains)
-        prices = self._prices[:, node_kinds]
-        kept = self._kept(chosen)
-        theirs = np.where(self._domains[chosen[kept]][:, None] == type_domains, prices[self._places[kept]], FORBIDDEN)
+        prices, kept = self._type_prices, self._kept(chosen)
+        own = self._domains[chosen[kept]][:, None] == self._type_domains
+        theirs = np.where(own, prices[self._places[kept]], FORBIDDEN)
         place_kinds = self._places.copy()
-        place_kinds[kept] = num_kinds + np.arange(len(kept))
-        found = assign(np.concatenate((prices, theirs)), place_kinds, node_types)
+        place_kinds[kept] = len(prices) + np.arange(len(kept))
+        found = assign(np.concatenate((prices, theirs)), place_kinds, self._node_types)
         assert found is not None
         return found
 
@@ -165,42 +166,23 @@ class _Search:
 
     def _exchange_to_save(self, chosen: Ints) -> bool:
         """Make the exchange that saves most without adding to what is lacking; return whether there was one."""
+        from resilient.templates.replan.exchanges import to_save
+
         counts, different = self._counts(chosen), self._different(chosen)
-        best: tuple[int, int, int] | None = None
-        for place in different[self._paid(chosen)[different] > 0].tolist():
-            prices = self._more_expensive(chosen, place, different)
-            saving = prices < (0 if best is None else best[0])
-            others, prices = different[saving], prices[saving]
-            allowed = self._more_lacking(chosen, counts, place, others) <= 0
-            if allowed.any():
-                others, prices = others[allowed], prices[allowed]
-                best = int(prices.min()), place, int(others[prices.argmin()])
-        if best is not None:
-            _swap(chosen, *best[1:])
-        return best is not None
+        return self._exchange(to_save, chosen, counts, different[self._paid(chosen)[different] > 0], different)
 
-    def _more_lacking(self, chosen: Ints, counts: Ints, place: int, others: Ints) -> Ints:
-        """Return how much more is lacking after an exchange of ``place`` with each of ``others``."""
-        held_in = (counts > 0).sum(axis=0)
-        domains = self._domains[chosen[others]]
-        here, there = counts[self._domains[chosen[place]]], counts[domains]
-        need, needs = self._needs[self._places[place]], self._needs[self._places[others]]
-        only_here, only_there = need & ~needs, ~need & needs
-        # A state that just one of both needs comes to the other's domain; its own loses it with the last holder there.
-        change = only_here * ((there == 0) * 1 - (here == 1)) + only_there * ((here == 0) * 1 - (there == 1))
-        change[domains == self._domains[chosen[place]]] = 0
-        return (self._lacking(held_in + change) - self._lacking(held_in)).sum(axis=1)
+    def _exchange(self, best: _Best, chosen: Ints, counts: Ints, tries: Ints, different: Ints) -> bool:
+        from resilient.templates.replan.exchanges import NONE
 
-    def _more_expensive(self, chosen: Ints, place: int, others: Ints) -> Ints:
-        """Return how much more copies cost after an exchange of ``place`` with each of ``others``."""
-        paid = self._paid(chosen)
-        taken = self._prices[self._places[place], self._nodes[chosen[others]]]
-        given = self._prices[self._places[others], self._nodes[chosen[place]]]
-        return taken + given - paid[others] - paid[place]
-
-
-def _swap(chosen: Ints, one: int, other: int) -> None:
-    chosen[[one, other]] = chosen[[other, one]]
+        excess = (counts > 0).sum(axis=0) - self._wanted
+        nodes, domains = self._nodes[chosen], self._domains[chosen]
+        one, other = best(
+            self._needs, excess, self._weights, self._prices, self._places, nodes, domains, counts, tries, different
+        )
+        if one == NONE:
+            return False
+        chosen[[one, other]] = chosen[[other, one]]
+        return True
 
 
 def _counts(needs: Flags, places: Ints, domains: Ints) -> Ints:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +13,23 @@ from resilient.templates.composition.batch_split import (
     Lines,
     check_batch,
     finish_ns,
+    least_line,
     lines,
     slowed_line,
     split_microbatches,
 )
 from tests.templates.jobs import step_ns, template
+
+
+def test_slow_nodes_make_no_step_shorter_than_the_least_line_says() -> None:
+    """The row that is slowest only with a slow node may be one that fills much more."""
+    busy, filling = template(11.0, 10.0).stages
+    layout = replace(template(11.0, 10.0), stages=(replace(busy, weights_ms=5.0), filling))
+    (line,), least = lines([layout]), least_line(layout)
+    slowed = [slowed_line(layout, factors) for factors in ((1.0, 1.0), (1.0, 1.11), (2.0, 1.0), (2.0, 3.0))]
+    assert all(least.finish_ns(count) <= each.finish_ns(count) for each in slowed for count in range(1, 9))
+    assert slowed[1].finish_ns(1) < line.finish_ns(1)
+    assert least_line(template(11.0, 10.0)) == lines([template(11.0, 10.0)])[0]
 
 
 def splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
