@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from resilient.common.arguments import whole_number
 from resilient.errors import SampleError
-from resilient.models.multimodal.vision import pair
 from resilient.models.multimodal.vision_families import VISION_FAMILIES
+from resilient.models.multimodal.vision_sizes import pair
 from resilient.models.pretrained import Source, resolve
 
 

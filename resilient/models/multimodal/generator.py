@@ -22,17 +22,9 @@ from transformers import PretrainedConfig
 from resilient.common.arguments import check_number
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, TensorParallel
 from resilient.models.multimodal.encoder import checked_placeholder, grid, patch_size
-from resilient.models.multimodal.vision import (
-    block_specs,
-    hidden_tokens,
-    initial_positions,
-    initialize_norm,
-    num_patches_of,
-    part_spec,
-    shapes_of,
-    valid_patches,
-)
+from resilient.models.multimodal.vision import block_specs, initial_positions, initialize_norm, part_spec
 from resilient.models.multimodal.vision_families import VISION_FAMILIES
+from resilient.models.multimodal.vision_sizes import hidden_tokens, num_patches_of, shapes_of, valid_patches
 from resilient.models.pretrained import Source, resolve
 from resilient.models.tensor_parallel.devices import TensorDevices
 from resilient.models.tensor_parallel.exchanges import TOKEN_LOSSES

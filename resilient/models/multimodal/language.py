@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from resilient.data.multimodal import IGNORED_LABEL
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Shapes, TensorParallel
 from resilient.models.multimodal.generator import states_of
-from resilient.models.multimodal.vision import valid_patches
+from resilient.models.multimodal.vision_sizes import valid_patches
 from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
 from resilient.models.segments import Segments, through_block, window_mask
 from resilient.models.tensor_parallel.devices import TensorDevices
