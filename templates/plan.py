@@ -66,7 +66,7 @@ def check_methods(schedule: ScheduleKind | None, degree: int | None, sharding: S
         ArgumentError: The schedule has stages of one device alone, or all stages are tensor parallel and some are to
             be sharded.
     """
-    if schedule in CHUNK_KINDS:
+    if schedule is not None and schedule in CHUNK_KINDS:
         one_each, fix = (
             f"for {schedule.value}, whose stages have one device each",
             "leave it out, or choose another schedule",

@@ -26,7 +26,6 @@ from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem, Sharding
 from resilient.templates.replan.replan import first_plan, replan, templates_for
 from resilient.templates.template import TemplateSet
-from tests.templates.jobs import cost, layer
 
 SMALL = {
     "--model": "gpt3-2.7b",
@@ -249,25 +248,6 @@ def test_sharded_stages_are_planned_where_asked_for(tmp_path: Path) -> None:
     note = "shard: devices that divide a stage's state; slowest ms: of a microbatch for each\n"
     assert (note in ended.output, note in plain) == (True, False)
     assert ("tp degrees  shard" in ended.output, " shard" in plain.partition("\nPlan\n")[0]) == (True, False)
-
-
-def test_method_of_each_pipeline_is_shown(tmp_path: Path) -> None:
-    """Sharded nodes beside a tensor-parallel one, of which a device would be idle in the last round."""
-    layers = tuple(layer(i, [cost(9.0), cost(5.0)], 30_000, 2000) for i in range(6))
-    measured = ModelProfile(layers=layers, tp_degrees=(1, 2), microbatch=2)
-    (tmp_path / "profile.json").write_bytes(measured.to_json())
-    job = {"--profile": str(tmp_path / "profile.json"), "--nodes": "3", "--gpus-per-node": "2", "--global-batch": "14"}
-    job |= {"--microbatch": "2", "--max-failures": "1", "--json": str(tmp_path / "plan.json")}
-    ended = run(job, "--tp", "auto", "--shard", "auto")
-    assert ended.exit_code == 0, ended.output
-    rows = [line.split("  ") for line in ended.output.partition("\nPlan\n")[2].splitlines()[1:3]]
-    assert [[cell.strip() for cell in row if cell][1:4] for row in rows] == [["1", "shard 2", "2"], ["1", "tp 2", "3"]]
-    pipelines = json.loads((tmp_path / "plan.json").read_text())["pipelines"]
-    assert sorted((row["shards"], row["tp_degrees"]) for row in pipelines) == [([1], [2]), ([2], [1]), ([2], [1])]
-    refused = run(job, "--tp", "2", "--shard", "auto")
-    assert "--shard must be off beside --tp 2" in refused.output
-    refused = run(job, "--tp", "2", "--schedule", "interleaved-1f1b")
-    assert "--tp must be 1 for interleaved-1f1b, whose stages have one device each, got 2" in refused.output
 
 
 @pytest.mark.parametrize(
