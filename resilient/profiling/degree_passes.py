@@ -1,7 +1,8 @@
-"""Takes microbatches through one device's part of each layer, to see how much memory a tensor-parallel device needs.
+"""Takes microbatches through one device's part of each layer, to see what a tensor-parallel device needs.
 
-Its peers are not there (:class:`resilient.comm.LastOfSeveral`): sizes are those of a stage, values and times are not.
-Of what devices divide unevenly the one that is looked at has the most.
+Its peers are not there (:class:`resilient.comm.LastOfSeveral`): sizes are those of a stage, values are not. To the time
+that it computes for, that of its messages is added, one after the other, as a link takes it. Of what devices divide
+unevenly the one that is looked at has the most.
 """
 
 from __future__ import annotations
@@ -9,29 +10,34 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from resilient.comm import LastOfSeveral
 from resilient.models.layer import Activations, Batch
 from resilient.models.tensor_parallel.devices import TensorDevices
-from resilient.profiling.layer_passes import LayerPass, layout_bytes
+from resilient.profiling.layer_passes import LayerPass, PassTimes, Run, Timed, layout_bytes, take_times
 from resilient.runtime.job import Job
 from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
 from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import ByteIntervals
+from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import LayerProfile
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
+class DeviceCosts:
     """What a layer takes of a device beside its state and its gradients.
 
     Args:
-        activation_bytes: As of :class:`resilient.profiling.layer_passes.PassSeen`.
+        activation_bytes: Of each microbatch, as of :class:`resilient.profiling.layer_passes.PassSeen`.
         workspace_bytes: The most that is in use at a time beside them.
+        times: Of each microbatch, with the exchanges.
     """
 
-    activation_bytes: int
+    activation_bytes: Sequence[int]
     workspace_bytes: int
+    times: Sequence[PassTimes]
 
 
 class DegreePasses:
@@ -42,6 +48,8 @@ class DegreePasses:
         layouts: Of all its layers.
         batches: The microbatches.
         degree: One that all layers can be run at.
+        timed: The clock.
+        link: Between two of the devices.
         entering: What enters the first layer that they go through, of each; nothing by default.
     """
 
@@ -51,32 +59,50 @@ class DegreePasses:
         layouts: Mapping[str, BufferLayout],
         batches: Sequence[Batch],
         degree: int,
+        timed: Timed,
+        link: Link,
         entering: Sequence[Activations] = (),
     ) -> None:
         self._job = job
         self._layouts = layouts
         self._degree = degree
+        self._timed = timed
+        self._link = link
         self._batches = batches
         self._entering = list(entering) or [Activations() for _ in batches]
-        self._known: dict[Hashable, DeviceMemory] = {}
+        self._known: dict[Hashable, DeviceCosts] = {}
 
-    def advance(self, index: int, kind: Hashable) -> DeviceMemory:
-        """Go through one more layer; return what the largest microbatch takes.
+    def advance(self, index: int, kind: Hashable) -> DeviceCosts:
+        """Go through one more layer; return what it takes.
 
         Args:
             index: The layer's in the model.
             kind: Layers of one kind take the same.
         """
         job, spec = self._job, self._job.model.layers[index]
-        devices = TensorDevices(LastOfSeveral(self._degree), tuple(range(self._degree)))
+        peers = LastOfSeveral(self._degree)
+        devices = TensorDevices(peers, tuple(range(self._degree)))
         names = dict.fromkeys((spec.name, *(owner for owner, _ in spec.tied.values())))
         module = bind(spec, {name: self._state(name) for name in names}, job.device, devices)
         pairs = zip(self._batches, self._entering, strict=True)
         passes = [LayerPass(job, index, module, batch, entering) for batch, entering in pairs]
         if kind not in self._known:
-            self._known[kind] = device_memory(passes)
+            self._known[kind] = self._costs(module, passes, peers)
         self._entering = [one.sent() for one in passes]
         return self._known[kind]
+
+    def _costs(self, module: nn.Module, passes: Sequence[LayerPass], peers: LastOfSeveral) -> DeviceCosts:
+        def with_exchanges(run: Run) -> float:
+            peers.received.clear()
+            computing_ms = self._timed(run)
+            return computing_ms + sum(map(self._link.transfer_ms, peers.received))
+
+        seen, times = [one.inspect() for one in passes], [PassTimes() for _ in passes]
+        workspace_bytes = max(one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True))
+        trainable = any(parameter.requires_grad for parameter in module.parameters())
+        take_times(passes, seen, times, with_exchanges, trainable=trainable)
+        kept = [each.activation_bytes for each in seen]
+        return DeviceCosts(activation_bytes=kept, workspace_bytes=workspace_bytes, times=times)
 
     def _state(self, name: str) -> LayerState:
         job, layout = self._job, self._layouts[name]
@@ -84,12 +110,3 @@ class DegreePasses:
         whole = LayerProfile(name=name, costs=(), parameter_bytes=layout_bytes(job, layout)[0], rows=rows)
         held: ByteIntervals = whole.part(self._degree - 1, self._degree)
         return LayerState(job.layer(name), layout, (), job.dtype, job.device, held)
-
-
-def device_memory(passes: Sequence[LayerPass]) -> DeviceMemory:
-    """Return what a layer takes of a device for the largest of some microbatches."""
-    seen = [one.inspect() for one in passes]
-    return DeviceMemory(
-        activation_bytes=max(each.activation_bytes for each in seen),
-        workspace_bytes=max(one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True)),
-    )

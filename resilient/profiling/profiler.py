@@ -18,8 +18,9 @@ from resilient.errors import ArgumentError, note
 from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, LayerSpec
 from resilient.pipeline.p2p import Signature, signature
+from resilient.profiling import exchange_times
 from resilient.profiling.additivity import AdditivityCheck
-from resilient.profiling.degree_passes import DegreePasses, DeviceMemory
+from resilient.profiling.degree_passes import DegreePasses, DeviceCosts
 from resilient.profiling.layer_passes import (
     LayerPass,
     PassSeen,
@@ -37,11 +38,12 @@ from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
 from resilient.runtime.preflight import first_samples
 from resilient.state.layout import BufferLayout
+from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 7
+PROFILER_VERSION = 8
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -66,13 +68,13 @@ class ProfiledBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """One layer; ``seen`` by sample, ``memory`` by degree, ``kind`` shared with all layers of its kind."""
+    """One layer; ``seen`` by sample, ``costs`` by degree, ``kind`` shared with all layers of its kind."""
 
     spec: LayerSpec
     trainable: bool
     seen: tuple[PassSeen, ...]
     kind: _Kind
-    memory: tuple[DeviceMemory, ...]
+    costs: tuple[DeviceCosts, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +109,13 @@ def measure(
     *,
     on_layer: Callable[[str], None],
     timed: Timed | None = None,
+    link: Link | None = None,
 ) -> ModelProfile:
     """Measure all layers of a job, and verify on the way that it can be trained in parts.
 
     A time is the median over some rounds, the mean over the samples' shapes; bytes are those of the largest sample. Of
-    several tensor-parallel devices each is taken to need its part of the time that one needs; exchanges are not
-    measured, but what they leave in memory is.
+    several tensor-parallel devices one's part is measured, and what it receives of the others takes as long as a link
+    says.
     Layers of one kind (equal modules that keep and receive the same) are measured together: what disturbs a measurement
     would otherwise tell them apart, and a model of equal layers would be cut unevenly.
 
@@ -122,6 +125,7 @@ def measure(
         samples: Of :func:`draw_samples`; they end up at the model's end.
         on_layer: Called with the name of each layer that is done.
         timed: The clock; the device's own by default.
+        link: Between two devices of a node; by default what is measured, where there is a degree beyond 1.
 
     Raises:
         ArgumentError: The loss is no sum over samples, or a layer changes its buffers.
@@ -130,7 +134,10 @@ def measure(
     measured: list[_Measured] = []
     kinds: dict[Hashable, _Kind] = {}
     degrees, undivided = tensor_degrees(job.model, layouts)
-    divided = [DegreePasses(job, layouts, [each.batch for each in samples], degree) for degree in degrees if degree > 1]
+    batches, several = [each.batch for each in samples], [degree for degree in degrees if degree > 1]
+    if several and link is None:
+        link = exchange_times.measured_link(job.device)
+    divided = [DegreePasses(job, layouts, batches, degree, timed, link or Link()) for degree in several]
     cuda = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):  # dropout draws here; the script's own draws stay what they were
         loss = AdditivityCheck(job, [sample for drawn in samples for sample in drawn.samples])
@@ -146,7 +153,7 @@ def measure(
     if cuda:
         torch.cuda.empty_cache()
     weights = [sample.count for sample in samples]
-    layers = tuple(_layer_profile(job, layouts[layer.spec.name], layer, weights, degrees) for layer in measured)
+    layers = tuple(_layer_profile(job, layouts[layer.spec.name], layer, weights) for layer in measured)
     source = f"measured on {job.device_name}, {job.precision}"
     return ModelProfile(
         layers=layers, tp_degrees=degrees, source=source, microbatch=job.microbatch, undivided=undivided
@@ -181,10 +188,13 @@ def _measure_layer(
     loss.advance(index, module)
     for sample, one in zip(samples, passes, strict=True):
         sample.activations = one.sent()
-    activation_bytes = max(each.activation_bytes for each in seen)
-    alone = DeviceMemory(activation_bytes=activation_bytes, workspace_bytes=kind.workspace_bytes)
-    memory = (alone, *(each.advance(index, key) for each in divided))
-    return _Measured(spec=spec, trainable=trainable, seen=seen, kind=kind, memory=memory)
+    alone = DeviceCosts(
+        activation_bytes=[each.activation_bytes for each in seen],
+        workspace_bytes=kind.workspace_bytes,
+        times=kind.times,
+    )
+    costs = (alone, *(each.advance(index, key) for each in divided))
+    return _Measured(spec=spec, trainable=trainable, seen=seen, kind=kind, costs=costs)
 
 
 def _reached(module: nn.Module) -> set[str]:
@@ -214,30 +224,27 @@ def _tell_untrained(layer: str, module: nn.Module, reached: set[str], seen: Sequ
         )
 
 
-def _layer_profile(
-    job: Job, layout: BufferLayout, measured: _Measured, weights: Sequence[int], degrees: Sequence[int]
-) -> LayerProfile:
+def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights: Sequence[int]) -> LayerProfile:
     def mean(times_ms: Sequence[list[float]]) -> float:
         medians = [median(rounds) for rounds in times_ms]
         return sum(value * weight for value, weight in zip(medians, weights, strict=True)) / sum(weights)
 
-    backward_ms = mean([times.backward_ms for times in measured.kind.times])
-    # what is measured is the time of both and of one; the other is the rest
-    backward_input_ms = min(mean([times.backward_input_ms for times in measured.kind.times]), backward_ms)
+    def cost(of: DeviceCosts) -> LayerCost:
+        backward_ms = mean([times.backward_ms for times in of.times])
+        # what is measured is the time of both and of one; the other is the rest
+        backward_input_ms = min(mean([times.backward_input_ms for times in of.times]), backward_ms)
+        return LayerCost(
+            forward_ms=mean([times.forward_ms for times in of.times]),
+            backward_input_ms=backward_input_ms,
+            backward_weight_ms=backward_ms - backward_input_ms,
+            activation_bytes=max(of.activation_bytes),
+            workspace_bytes=of.workspace_bytes,
+        )
+
     parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)
-    forward_ms = mean([times.forward_ms for times in measured.kind.times])
     return LayerProfile(
         name=measured.spec.name,
-        costs=tuple(
-            LayerCost(
-                forward_ms=forward_ms / degree,
-                backward_input_ms=backward_input_ms / degree,
-                backward_weight_ms=(backward_ms - backward_input_ms) / degree,
-                activation_bytes=memory.activation_bytes,
-                workspace_bytes=memory.workspace_bytes,
-            )
-            for degree, memory in zip(degrees, measured.memory, strict=True)
-        ),
+        costs=tuple(map(cost, measured.costs)),
         parameter_bytes=parameter_bytes,
         optimizer_bytes=optimizer_bytes,
         gradient_bytes=gradient_bytes,

@@ -20,7 +20,8 @@ from resilient.models.packing import Packable
 from resilient.pipeline.p2p import signature
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.profiling.degree_passes import DegreePasses
+from resilient.profiling import exchange_times
+from resilient.profiling.degree_passes import DegreePasses, DeviceCosts
 from resilient.profiling.layer_passes import (
     LayerPass,
     PassTimes,
@@ -36,9 +37,10 @@ from resilient.profiling.layer_passes import (
 from resilient.profiling.unit_cells import CellReader, DrawnSamples
 from resilient.runtime.job import Job
 from resilient.runtime.steps.unit_graph import handed_over
+from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
-UNIT_COSTS_VERSION = 2
+UNIT_COSTS_VERSION = 3
 """Of what is measured, and how; costs of another version are measured again."""
 
 _LEAST_MS = 1e-6
@@ -71,19 +73,25 @@ class _Packed:
 
 
 def measure_units(
-    job: Job, drawn: DrawnSamples, *, on_layer: Callable[[str], None], timed: Timed | None = None
+    job: Job,
+    drawn: DrawnSamples,
+    *,
+    on_layer: Callable[[str], None],
+    timed: Timed | None = None,
+    link: Link | None = None,
 ) -> CostModel:
     """Measure all layers of a job's model by unit, on cells of several sizes, and fit curves to their times.
 
     A time is the median over some rounds. Equal layers of a unit are measured once, and no two layers are there at the
-    same time. Of several tensor-parallel devices each is taken to need its part of the time that one needs; what it
-    keeps is measured.
+    same time. Of several tensor-parallel devices one's part is measured, and what it receives of the others takes as
+    long as a link says.
 
     Args:
         job: The job, whose model packs its data set's samples; its device is free but for this.
         drawn: Samples of :func:`resilient.profiling.unit_cells.draw_lengths`.
         on_layer: Called with the name of each layer that is done.
         timed: The clock; the device's own by default.
+        link: Between two devices of a node; by default what is measured, where there is a degree beyond 1.
 
     Returns:
         The units without context parallelism, at the tensor-parallel degrees that the model can be run at. Bytes per
@@ -97,7 +105,8 @@ def measure_units(
     units = job.model.units
     own = {unit: drawn.cells(unit, job.microbatch) for unit in units}
     needed = _needed(units, own)
-    measuring, reader = _Measuring(job, timed or device_clock(job.device), on_layer), CellReader(job, drawn)
+    measuring = _Measuring(job, timed or device_clock(job.device), link, on_layer)
+    reader = CellReader(job, drawn)
     made: dict[tuple[str, _Places], Activations] = {}
     costs: list[UnitCosts] = []
     cuda = [job.device] if job.device.type == "cuda" else []
@@ -142,13 +151,17 @@ class _Measuring:
     Args:
         job: The job.
         timed: The clock.
+        link: Between two devices; None for what is measured.
         on_layer: Called with the name of each layer that is done.
     """
 
-    def __init__(self, job: Job, timed: Timed, on_layer: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, timed: Timed, link: Link | None, on_layer: Callable[[str], None]) -> None:
         self._job = job
         self._layouts = job.layouts()
         self._degrees, _ = tensor_degrees(job.model, self._layouts)
+        if link is None and len(self._degrees) > 1:
+            link = exchange_times.measured_link(job.device)
+        self._link = link or Link()
         self._timed = timed
         self._on_layer = on_layer
         self._trained: set[str] = set()
@@ -172,8 +185,10 @@ class _Measuring:
         boundary_bytes = 0.0
         largest = max(cells[:num_own], key=lambda cell: cell.tokens)
         received_bytes = largest.bytes_per_token()
+        own = cells[:num_own]
+        batches, entering = [cell.batch for cell in own], [cell.activations for cell in own]
         divided = [
-            DegreePasses(self._job, self._layouts, [largest.batch], degree, [largest.activations])
+            DegreePasses(self._job, self._layouts, batches, degree, self._timed, self._link, entering)
             for degree in self._degrees
             if degree > 1
         ]
@@ -189,11 +204,9 @@ class _Measuring:
             for cell, sent in zip(cells, found.sent, strict=True):
                 cell.activations = sent
             index = self._job.model.layers.index(spec)
-            kept = [each.advance(index, kind).activation_bytes / largest.tokens for each in divided]
-            (alone,) = found.layer.curves
-            shared = [alone.divided(*each) for each in zip(self._degrees[1:], kept, strict=True)]
+            shared = [_device_curves(own, each.advance(index, kind)) for each in divided]
             layer_name = spec.name.removeprefix(f"{name}.")
-            layers.append(replace(found.layer, name=layer_name, curves=(alone, *shared)))
+            layers.append(replace(found.layer, name=layer_name, curves=(*found.layer.curves, *shared)))
             wanted = wanted or found.layer.trainable
             self._on_layer(spec.name)
         if wanted:
@@ -249,6 +262,11 @@ class _Measuring:
             input_gradient=wanted,
         )
         return _Kind(layer=layer, sent=[one.sent() for one in passes])
+
+
+def _device_curves(cells: Sequence[_Packed], costs: DeviceCosts) -> LayerCurves:
+    largest = max(range(len(cells)), key=lambda number: cells[number].tokens)
+    return _curves(cells, costs.times, costs.activation_bytes[largest] / cells[largest].tokens)
 
 
 def _curves(cells: Sequence[_Packed], times: Sequence[PassTimes], activation_bytes: float) -> LayerCurves:

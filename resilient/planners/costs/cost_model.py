@@ -126,14 +126,6 @@ class LayerCurves:
     backward_weight: Curve
     activation_bytes: float = 0.0
 
-    def divided(self, degree: int, activation_bytes: float) -> LayerCurves:
-        """Return those of each of several devices, which take their part of the time, and keep this per token."""
-        curves = self.forward, self.backward_input, self.backward_weight
-        forward, inputs, weights = (each * (1 / degree) for each in curves)
-        return LayerCurves(
-            forward=forward, backward_input=inputs, backward_weight=weights, activation_bytes=activation_bytes
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayer:

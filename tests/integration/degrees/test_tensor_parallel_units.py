@@ -59,7 +59,7 @@ def test_stages_of_several_nodes_through_a_kill(
 ) -> None:
     options: dict[str, Any] = {"nodes": 5, "workers_per_node": 2, "tp": tp}
     inject = [fail_at(node=1, step=3, phase="backward")]
-    arguments = (*JOB, "--steps", "6", "--planner", planner)
+    arguments = (*JOB, "--steps", "6", "--planner", planner, *(["--divided"] if tp == "auto" else []))
     run = run_job(tmp_path, *arguments, script=SCRIPT, inject=inject, **options)
     check_equals_one_process(run, *alone)
     check_survivors(run)

@@ -174,7 +174,12 @@ def main() -> None:
         choices=("interleaved", "everywhere", "together", "sharded", "rounds"),
         help="what a planner else may answer",
     )
+    parser.add_argument("--divided", action="store_true", help="a device of several is to take its part of the time")
     arguments = parser.parse_args()
+    if arguments.divided:
+        from divided import divide_times  # which lies beside this file: tests read its data set, too
+
+        divide_times()
     if arguments.always == "interleaved":
         disttrain.DistTrain = Interleaved
     elif arguments.always == "everywhere":

@@ -11,6 +11,7 @@ from unittest import mock
 
 import chain
 import torch
+from divided import divide_times
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -98,7 +99,10 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true", help="head and embedding have one matrix")
     parser.add_argument("--change-after", type=int, help="this step waits until its worker was told of the change")
     parser.add_argument("--known-costs", action="store_true", help="plan with times that are not measured")
+    parser.add_argument("--divided", action="store_true", help="a device of several is to take its part of the time")
     args = parser.parse_args()
+    if args.divided:
+        divide_times()
     torch.set_num_threads(1)
     worker.GenerationGuard = chain.KnownGuard
     sampler = StepSampler(num_samples=NUM_SAMPLES, global_batch=BATCH, seed=0)

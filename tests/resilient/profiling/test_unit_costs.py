@@ -27,6 +27,7 @@ from resilient.profiling.profiler import draw_samples, measure
 from resilient.profiling.unit_cells import draw_lengths
 from resilient.profiling.unit_costs import mean_profile, measure_units
 from resilient.runtime.job import Job
+from resilient.templates.inputs.cluster import Link
 from tests.resilient.emulation.clocks import FakeClock
 from tests.resilient.models.test_multimodal import TEXT, VISION
 from tests.resilient.models.test_packing import make_sample
@@ -34,6 +35,7 @@ from tests.resilient.profiling.test_profiler import flops
 from tests.resilient.small import make_job
 
 HIDDEN, WIDTH, VOCABULARY, ITEM = VISION["hidden_size"], TEXT["hidden_size"], TEXT["vocab_size"], 8
+NO_TIME = Link()
 PROJECTOR = HIDDEN * WIDTH + WIDTH * WIDTH
 """Its matrices: the gradient of what enters the second one is always needed."""
 
@@ -75,8 +77,8 @@ def multimodal(language: Any = None, **frozen: bool) -> Job:
     return make_job(model=model, dataset=Pictures())
 
 
-def measured(job: Job, timed: Callable[[Run], float] | None = flops) -> CostModel:
-    return measure_units(job, draw_lengths(job), on_layer=lambda _: None, timed=timed)
+def measured(job: Job, timed: Callable[[Run], float] | None = flops, link: Link = NO_TIME) -> CostModel:
+    return measure_units(job, draw_lengths(job), on_layer=lambda _: None, timed=timed, link=link)
 
 
 Times = tuple[Curve, Curve, Curve]
@@ -106,17 +108,25 @@ def test_times_of_packed_cells_become_curves() -> None:
     assert (vision.degrees, vision.padded) == (((1, 1), (2, 1)), False)
 
 
-def test_each_of_two_devices_takes_half_of_the_time_and_keeps_what_it_needs() -> None:
-    for unit in measured(multimodal()).units:
+def test_each_of_two_devices_takes_its_products_and_exchanges_and_keeps_what_it_needs() -> None:
+    byte_ms = 10.0
+    link = Link(bytes_per_s=1e3 / byte_ms)
+    for unit, slow in zip(*(measured(multimodal(), link=each).units for each in (NO_TIME, link)), strict=True):
         for layer in unit.layers:
             alone, shared = layer.curves
-            assert shared.forward == alone.forward * 0.5
-            assert shared.backward_weight == alone.backward_weight * 0.5
             assert bool(shared.activation_bytes) == bool(alone.activation_bytes)
         block = next(layer for layer in unit.layers if layer.name == "block.0")
-        assert 0.5 < block.curves[1].activation_bytes / block.curves[0].activation_bytes < 0.9, (
-            "what it gathers is whole"
-        )
+        alone, shared = block.curves
+        assert 0.5 < shared.activation_bytes / alone.activation_bytes < 0.9, "what it gathers is whole"
+        check_curve(shared.forward, alone.forward.linear / 2, alone.forward.attention / 2)
+        check_curve(shared.backward_weight, alone.backward_weight.linear / 2)
+        (paying,) = (layer.curves[1] for layer in slow.layers if layer.name == "block.0")
+        # tokens are gathered and summed, for attention and for what follows it, and the other way round in backwards
+        exchanged_ms = 2 * ITEM * (WIDTH if unit.name == "llm" else HIDDEN) * byte_ms
+        pairs = ((paying.forward, shared.forward), (paying.backward_input, shared.backward_input))
+        for with_exchanges, without in pairs:
+            check_curve(with_exchanges, without.linear + exchanged_ms, without.attention)
+        assert slow.layers[1].curves[0] == block.curves[0]
 
 
 def test_planners_get_the_degrees_that_stages_may_have() -> None:
