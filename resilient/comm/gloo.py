@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm import grid
-from resilient.comm.interface import Group, Pending, in_meeting_order, name_of
+from resilient.comm.interface import Group, Pending, name_of
 from resilient.comm.own_sockets import let_nobody_else_in, listeners, shut_down_connections
 from resilient.comm.parts_exchange import PartsExchange
 from resilient.comm.store_client import GenerationStore, GroupStore
@@ -154,30 +154,27 @@ class GlooCommunicator:
         store.set(f"rank/{rank}", f"{self._address} {nonce().hex()} {gpu}")
         self._stores: list[Store] = [store]
         self._world = tuple(range(self.num_ranks))
-        summed = [group for group in dict.fromkeys([self._world, tuple(range(size)), *groups]) if rank in group]
-        lines = {group: grid.lines_of(group, rank, grid.WIDEST) for group in summed if len(group) > grid.WIDEST}
-        self._is_mesh = self.num_ranks <= grid.WIDEST or pairs is None
-        met = [
-            *([(self._world, self._world)] if self._is_mesh else []),
-            *[(group, group) for group in summed if group not in lines and group != self._world],
-            *[(group, line.ranks) for group, of_group in lines.items() for line in of_group],
-            *[((), pair) for pair in in_meeting_order(pairs or ()) if rank in pair and not self._is_mesh],
-        ]
-        peers = sorted({rank, *(peer for _, ranks in met for peer in ranks)})
+        groups = [self._world, tuple(range(size)), *groups]
+        parts = grid.parts_to_connect(rank, self._world, groups, pairs)
+        self._is_mesh = (self._world, self._world) in parts
+        peers = sorted({rank, *(peer for _, ranks in parts for peer in ranks)})
         told = store.multi_get([f"rank/{peer}" for peer in peers])
         known = {peer: each.decode().split(" ", 2) for peer, each in zip(peers, told, strict=True)}
         self.peers = {address: peer for peer, (address, _, _) in known.items() if peer != rank}
         try:
-            self._groups = {each: self._build(store, each, timeout_s) for each in met}
+            self._groups = {part: self._build(store, part, timeout_s) for part in parts}
             nonces = {peer: bytes.fromhex(number) for peer, (_, number, _) in known.items()}
-            for each in self._groups:
-                self._recognise(each, nonces)
+            for part in self._groups:
+                self._recognise(part, nonces)
             let_nobody_else_in(self._address)
         except RuntimeError as error:
             raise self.failed(error) from error
         self._sums = {
-            group: grid.GridSums([(line, self._groups[group, line.ranks]) for line in own], rank)
-            for group, own in lines.items()
+            group: grid.GridSums(
+                [(line, self._groups[group, line.ranks]) for line in grid.lines_of(group, rank, grid.WIDEST)], rank
+            )
+            for group in dict.fromkeys(groups)
+            if rank in group and len(group) > grid.WIDEST
         }
         if self._is_mesh:
             gpus = {name for _, _, name in known.values()}
@@ -185,17 +182,10 @@ class GlooCommunicator:
         else:
             self.own_gpus = self._all_have_own(gpu, store)
 
-    def _build(self, store: GenerationStore, each: tuple[Group, Group], timeout_s: float) -> ProcessGroupGloo:
-        """Connect ranks.
-
-        Args:
-            store: Of the generation.
-            each: A group that sums and those of it that are to be connected; ``()`` and two that send each other tensors.
-            timeout_s: Last resort.
-        """
-        group, ranks = each
+    def _build(self, store: GenerationStore, part: grid.Part, timeout_s: float) -> ProcessGroupGloo:
+        group, ranks = part
         index, size = ranks.index(self.rank), len(ranks)
-        own_store = GroupStore(store, name_of(group if group == ranks else each), index, size)
+        own_store = GroupStore(store, name_of(group if group == ranks else part), index, size)
         self._stores.append(own_store)
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [self._device]
@@ -217,21 +207,21 @@ class GlooCommunicator:
         self.all_reduce(total, self._world).wait()
         return total.item()
 
-    def _recognise(self, group: tuple[Group, Group], nonces: Mapping[int, bytes]) -> None:
-        """Have all of a group show each other that they have read in the store what only ranks can read.
+    def _recognise(self, part: grid.Part, nonces: Mapping[int, bytes]) -> None:
+        """Have all of a part show each other that they have read in the store what only ranks can read.
 
         Gloo takes whoever connects first for a rank: who did is known once this has returned.
 
         Args:
-            group: One that this rank is in, as in :meth:`_build`.
+            part: What this rank has connected.
             nonces: Of its ranks.
 
         Raises:
             CommunicationError: Somebody else than the rank answers.
             RuntimeError: Nobody does.
         """
-        backend: Any = self._groups[group]
-        _, ranks = group
+        backend: Any = self._groups[part]
+        _, ranks = part
         peers = [(peer, index) for index, peer in enumerate(ranks) if peer != self.rank]
         shown = {peer: torch.zeros(PROOF_BYTES, dtype=torch.uint8) for peer, _ in peers}
         works = [backend.recv([shown[peer]], index, _RECOGNISE) for peer, index in peers]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from resilient.comm.interface import Group, Pending
+from resilient.comm.interface import Group, Pending, in_meeting_order
 from resilient.comm.parts_exchange import PartsExchange
 from resilient.errors import CommunicationError
 
@@ -64,6 +64,31 @@ def lines_of(group: Group, rank: int, widest: int) -> list[Line]:
     if place < num_parts:
         lines += lines_of(tuple(row[place] for row in rows), rank, widest)
     return lines
+
+
+Part = tuple[Group, Group]
+"""A group that sums, and those of it that are connected to each other; or ``()``, and two ranks that are."""
+
+
+def parts_to_connect(
+    rank: int, world: Group, groups: Iterable[Group], pairs: Iterable[tuple[int, int]] | None
+) -> list[Part]:
+    """Return what a rank connects, in an order in which nobody waits in a circle.
+
+    Args:
+        rank: The rank.
+        world: All ranks.
+        groups: Those that sum, in the same order on every rank.
+        pairs: Ranks that send each other tensors, at least this one's; None, on all ranks, if any two may.
+    """
+    is_mesh = len(world) <= WIDEST or pairs is None
+    own = [group for group in dict.fromkeys(groups) if rank in group]
+    found: list[Part] = [(world, world)] if is_mesh else []
+    found += [(group, group) for group in own if len(group) <= WIDEST and (group, group) not in found]
+    found += [(group, line.ranks) for group in own if len(group) > WIDEST for line in lines_of(group, rank, WIDEST)]
+    if pairs is not None and not is_mesh:
+        found += [((), pair) for pair in in_meeting_order(pairs) if rank in pair]
+    return found
 
 
 class _LineMessages:
