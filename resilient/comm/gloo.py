@@ -171,7 +171,7 @@ class GlooCommunicator:
             raise self.failed(error) from error
         self._sums = {
             group: grid.GridSums(
-                [(line, self._groups[group, line.ranks]) for line in grid.lines_of(group, rank, grid.WIDEST)], rank
+                [(line, self._groups[group, line.ranks]) for line in grid.grid_lines(group, rank, grid.WIDEST)], rank
             )
             for group in dict.fromkeys(groups)
             if rank in group and len(group) > grid.WIDEST
@@ -182,7 +182,7 @@ class GlooCommunicator:
         else:
             self.own_gpus = self._all_have_own(gpu, store)
 
-    def _build(self, store: GenerationStore, part: grid.Part, timeout_s: float) -> ProcessGroupGloo:
+    def _build(self, store: GenerationStore, part: grid.Connected, timeout_s: float) -> ProcessGroupGloo:
         group, ranks = part
         index, size = ranks.index(self.rank), len(ranks)
         own_store = GroupStore(store, name_of(group if group == ranks else part), index, size)
@@ -207,7 +207,7 @@ class GlooCommunicator:
         self.all_reduce(total, self._world).wait()
         return total.item()
 
-    def _recognise(self, part: grid.Part, nonces: Mapping[int, bytes]) -> None:
+    def _recognise(self, part: grid.Connected, nonces: Mapping[int, bytes]) -> None:
         """Have all of a part show each other that they have read in the store what only ranks can read.
 
         Gloo takes whoever connects first for a rank: who did is known once this has returned.

@@ -31,7 +31,7 @@ _NUM_TAGS = 1 << 30
 
 
 @dataclass(frozen=True)
-class Line:
+class GridLine:
     """Ranks of a group that are connected to each other.
 
     Args:
@@ -43,7 +43,7 @@ class Line:
     num_parts: int
 
 
-def lines_of(group: Group, rank: int, widest: int) -> list[Line]:
+def grid_lines(group: Group, rank: int, widest: int) -> list[GridLine]:
     """Return the lines of a group's grid that one of its ranks is in, in the order in which it sums along them.
 
     Args:
@@ -60,19 +60,19 @@ def lines_of(group: Group, rank: int, widest: int) -> list[Line]:
     rows = [group[size * row // num_rows : size * (row + 1) // num_rows] for row in range(num_rows)]
     own = next(row for row in rows if rank in row)
     num_parts, place = size // num_rows, own.index(rank)
-    lines = [Line(own, num_parts)] if len(own) > 1 else []
+    lines = [GridLine(own, num_parts)] if len(own) > 1 else []
     if place < num_parts:
-        lines += lines_of(tuple(row[place] for row in rows), rank, widest)
+        lines += grid_lines(tuple(row[place] for row in rows), rank, widest)
     return lines
 
 
-Part = tuple[Group, Group]
+Connected = tuple[Group, Group]
 """A group that sums, and those of it that are connected to each other; or ``()``, and two ranks that are."""
 
 
 def parts_to_connect(
     rank: int, world: Group, groups: Iterable[Group], pairs: Iterable[tuple[int, int]] | None
-) -> list[Part]:
+) -> list[Connected]:
     """Return what a rank connects, in an order in which nobody waits in a circle.
 
     Args:
@@ -83,9 +83,9 @@ def parts_to_connect(
     """
     is_mesh = len(world) <= WIDEST or pairs is None
     own = [group for group in dict.fromkeys(groups) if rank in group]
-    found: list[Part] = [(world, world)] if is_mesh else []
+    found: list[Connected] = [(world, world)] if is_mesh else []
     found += [(group, group) for group in own if len(group) <= WIDEST and (group, group) not in found]
-    found += [(group, line.ranks) for group in own if len(group) > WIDEST for line in lines_of(group, rank, WIDEST)]
+    found += [(group, line.ranks) for group in own if len(group) > WIDEST for line in grid_lines(group, rank, WIDEST)]
     if pairs is not None and not is_mesh:
         found += [((), pair) for pair in in_meeting_order(pairs) if rank in pair]
     return found
@@ -132,7 +132,7 @@ class GridSums:
         rank: This one.
     """
 
-    def __init__(self, lines: Sequence[tuple[Line, Any]], rank: int) -> None:
+    def __init__(self, lines: Sequence[tuple[GridLine, Any]], rank: int) -> None:
         self._started: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
         self._lines = [(line, _LineMessages(backend, line.ranks, rank)) for line, backend in lines]
         self._num_started = 0
@@ -156,7 +156,7 @@ class GridSums:
         return done
 
 
-def _sum_along(lines: Sequence[tuple[Line, _LineMessages]], values: Tensor, tag: int) -> None:
+def _sum_along(lines: Sequence[tuple[GridLine, _LineMessages]], values: Tensor, tag: int) -> None:
     if not lines:
         return
     (line, messages), *others = lines
@@ -168,11 +168,16 @@ def _sum_along(lines: Sequence[tuple[Line, _LineMessages]], values: Tensor, tag:
 
 
 def _serve(started: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
+    failure = ""
+    peer: int | None = None
     while (each := started.get()) is not None:
         done, run = each
         try:
+            if failure:  # each further one might wait for the timeout, and keep the groups meanwhile
+                raise CommunicationError(failure, peer=peer)
             run()
         except (CommunicationError, RuntimeError) as error:
+            failure, peer = str(error), error.peer if isinstance(error, CommunicationError) else None
             error.__cause__ = error.__context__ = None  # by their tracebacks they would keep tensors and groups
             done.set_exception(error.with_traceback(None))
         else:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from resilient.comm import Communicator, GlooCommunicator, StoreClient, grid
-from resilient.comm.grid import WIDEST, Line, lines_of
+from resilient.comm.grid import WIDEST, GridLine, grid_lines
 from resilient.comm.interface import Group
 from resilient.comm.store_client import GenerationStore, StoreConnection
 from resilient.comm.store_messages import Answer, Forget, Request
 from tests.resilient.ranks import HOST, SECRET, as_threads, join
 
 
-def added_along(lines: dict[int, list[Line]], group: Group) -> list[list[int]]:
+def added_along(lines: dict[int, list[GridLine]], group: Group) -> list[list[int]]:
     """Return what the ranks have of 7 values after a sum in which each brings ones, by the lines alone."""
     shares = {rank: [torch.ones(7, dtype=torch.int64)] for rank in group}
     ahead = {rank: list(own) for rank, own in lines.items()}
-    passed: list[Line] = []
+    passed: list[GridLine] = []
     while any(ahead.values()):
         line = next(
             own[0] for own in ahead.values() if own and all(ahead[peer][:1] == own[:1] for peer in own[0].ranks)
@@ -43,7 +43,7 @@ def added_along(lines: dict[int, list[Line]], group: Group) -> list[list[int]]:
 )
 def test_rank_of_many_is_connected_to_few(size: int, most_connections: int) -> None:
     group = tuple(range(0, 3 * size, 3))
-    lines = {rank: lines_of(group, rank, WIDEST) for rank in group}
+    lines = {rank: grid_lines(group, rank, WIDEST) for rank in group}
     for rank, own in lines.items():
         for line in own:
             assert rank in line.ranks
@@ -55,7 +55,7 @@ def test_rank_of_many_is_connected_to_few(size: int, most_connections: int) -> N
 @pytest.mark.parametrize("widest", [2, 3, 32])
 def test_lines_reach_everybody_once(size: int, widest: int) -> None:
     group = tuple(range(size))
-    lines = {rank: lines_of(group, rank, widest) for rank in group}
+    lines = {rank: grid_lines(group, rank, widest) for rank in group}
     assert added_along(lines, group) == [[size] * 7] * size
 
 
