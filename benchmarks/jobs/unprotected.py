@@ -54,7 +54,7 @@ for _place, _instead in {
     "agent.leadership.knocking.Door._connect": _connect,
     "comm.store_client.StoreConnection.__init__": _connect_to_store,
     "common.network.reception.Reception._recognise": _believe,
-    "comm.gloo.GlooCommunicator._recognise": lambda self, group, nonces: None,
+    "comm.gloo.GlooCommunicator._recognise": lambda self, part, nonces: None,
     "comm.gloo.let_nobody_else_in": lambda own: None,
 }.items():
     mock.patch(f"resilient.{_place}", _instead).start()

@@ -2,10 +2,11 @@
 
     python benchmarks/parts/groups.py [--ranks 64 256 1024] [--json FILE]
 
-The job has the 80 blocks of Llama 3 70B in pipelines of at least six nodes, as in ``control_plane.py``. Its groups are
-those of its plan: all ranks, and for each set of ranks that hold the same, one. The store is that of rank 0, a process
-of its own; the ranks are connections of this one, which ask what gloo asks, in its order. When all have what they asked
-for, each rank connects to the others of its groups: how many those are is counted, and not done.
+The job has the 80 blocks of Llama 3 70B in pipelines of at least six nodes, as in ``control_plane.py``. Those that
+meet are those of its plan: all ranks, and each set of ranks that hold the same, both along the lines of a grid where
+they are many; and neighbours in a pipeline. The store is that of rank 0, a process of its own; the ranks are
+connections of this one, which ask what gloo asks, in its order. When all have what they asked for, each rank connects
+to the others of its groups: how many those are is counted, and not done.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from rich.console import Console
 from resilient.agent.membership.next_generation.forming import problem_of
 from resilient.cli.shared.printing import plain_table
 from resilient.comm import Group, StoreHost
+from resilient.comm.grid import parts_to_connect
+from resilient.comm.interface import name_of
 from resilient.comm.store_messages import (
     CLIENT,
     MAX_ANSWER_BYTES,
@@ -41,7 +44,9 @@ from resilient.comm.store_messages import (
 from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, nonce, proof
 from resilient.common.processes import allow_many_files
+from resilient.runtime.steps.exchanges import exchanging_pairs
 from resilient.templates.inputs.cluster import Link
+from resilient.templates.plan import Plan
 from resilient.templates.replan.replan import first_plan
 
 SECRET = b"benchmark"
@@ -59,7 +64,7 @@ class Measured:
     Args:
         ranks: How many there are.
         groups: Different ones.
-        groups_of_a_rank: The most that one is in.
+        meetings_of_a_rank: The most groups, lines of a grid and pairs that one is in.
         connections_of_a_rank: The most that one makes afterwards.
         requests: That the store answers.
         sent_bytes: By the store.
@@ -68,31 +73,31 @@ class Measured:
 
     ranks: int
     groups: int
-    groups_of_a_rank: int
+    meetings_of_a_rank: int
     connections_of_a_rank: int
     requests: int
     sent_bytes: int
     met_s: float
 
 
-def groups_of(num_ranks: int) -> list[Group]:
-    """Return the groups of the first generation of so many nodes with a worker each."""
+def job_of(num_ranks: int) -> tuple[Plan, list[Group]]:
+    """Return the first plan of so many nodes with a worker each, and its groups."""
     spec = job()
     plan = first_plan(problem_of(spec, 1, Link(), 3600.0), range(num_ranks))
     holders = [piece.holders for pieces in plan.pieces(spec.profile).values() for piece in pieces]
     everybody = tuple(range(len(plan.slots)))
-    return [group for group in dict.fromkeys([everybody, *holders]) if len(group) > 1]
+    return plan, [group for group in dict.fromkeys([everybody, *holders]) if len(group) > 1]
 
 
 class Rank:
     """One that meets the others, and goes no further."""
 
-    def __init__(self, number: int, groups: Sequence[Group]) -> None:
+    def __init__(self, number: int, plan: Plan, groups: Sequence[Group]) -> None:
         self._number = number
-        self._groups = [(place, group) for place, group in enumerate(groups) if number in group]
+        self.parts = parts_to_connect(number, groups[0], groups, exchanging_pairs(plan, "", number))
         self.num_requests = self.num_bytes = 0
 
-    async def meet(self, address: str, size: int) -> None:
+    async def meet(self, address: str) -> None:
         """Ask for what all others leave, in all groups."""
         reader, writer = await _let_in(address)
 
@@ -104,12 +109,12 @@ class Rank:
             return decode_answer(answer)
 
         await ask(Set({f"g1/rank/{self._number}": ANNOUNCED}))
-        await ask(Get([f"g1/rank/{rank}" for rank in range(size)]))
-        for place, group in self._groups:
-            start, tail = f"g1/{place:016}/0", len(group) * NUMBER_BYTES
-            index = group.index(self._number)
+        await ask(Get([f"g1/rank/{rank}" for rank in sorted({rank for _, ranks in self.parts for rank in ranks})]))
+        for group, ranks in self.parts:
+            start = f"g1/{name_of(group if group == ranks else (group, ranks))}/0"
+            tail, index = len(ranks) * NUMBER_BYTES, ranks.index(self._number)
             await ask(Set({f"{start}/{index}": bytes(ADDRESS_BYTES + tail)}))
-            keys, first = [f"{start}/{rank}" for rank in range(len(group))], index * NUMBER_BYTES
+            keys, first = [f"{start}/{rank}" for rank in range(len(ranks))], index * NUMBER_BYTES
             await ask(Cut(keys, tail, first, first + NUMBER_BYTES))
         writer.close()
         await writer.wait_closed()
@@ -142,20 +147,18 @@ async def measure(num_ranks: int) -> Measured:
     process = mp.get_context("spawn").Process(target=host_store, args=(theirs,), daemon=True)
     process.start()
     address = await asyncio.to_thread(ours.recv)
-    groups = groups_of(num_ranks)
-    size = len(groups[0])
-    ranks = [Rank(number, groups) for number in range(size)]
+    plan, groups = job_of(num_ranks)
+    ranks = [Rank(number, plan, groups) for number in groups[0]]
     began = time.perf_counter()
-    await asyncio.gather(*(rank.meet(address, size) for rank in ranks))
+    await asyncio.gather(*(rank.meet(address) for rank in ranks))
     met_s = time.perf_counter() - began
     process.kill()
     process.join()
-    groups_of_each = [[group for group in groups if number in group] for number in range(size)]
     return Measured(
-        ranks=size,
+        ranks=len(ranks),
         groups=len(groups),
-        groups_of_a_rank=max(map(len, groups_of_each)),
-        connections_of_a_rank=max(sum(len(group) - 1 for group in own) for own in groups_of_each),
+        meetings_of_a_rank=max(len(rank.parts) for rank in ranks),
+        connections_of_a_rank=max(sum(len(part) - 1 for _, part in rank.parts) for rank in ranks),
         requests=sum(rank.num_requests for rank in ranks),
         sent_bytes=sum(rank.num_bytes for rank in ranks),
         met_s=met_s,
@@ -170,12 +173,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     allow_many_files()
     found = [asyncio.run(measure(num_ranks)) for num_ranks in options.ranks]
-    table = plain_table("ranks", "groups", "of a rank", "connections", "requests", "sent", "all have met")
+    table = plain_table("ranks", "groups", "meetings of a rank", "its connections", "requests", "sent", "all have met")
     for each in found:
         table.add_row(
             f"{each.ranks}",
             f"{each.groups}",
-            f"{each.groups_of_a_rank}",
+            f"{each.meetings_of_a_rank}",
             f"{each.connections_of_a_rank}",
             f"{each.requests}",
             f"{each.sent_bytes / 1e6:.1f} MB",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -29,7 +29,7 @@ def connect(
     interrupted: queue.SimpleQueue[object],
     device: torch.device,
     num_sources: int = 0,
-    pairs: Iterable[tuple[int, int]] = (),
+    pairs: Sequence[tuple[int, int]] | None = (),
 ) -> Communicator:
     """Build the groups of a generation together with all its other ranks.
 
@@ -45,7 +45,8 @@ def connect(
         interrupted: Anything put in here from another thread ends the wait for the peers.
         device: Where this worker's tensors are. NCCL is used where every rank has a GPU of its own.
         num_sources: Ranks after those that train: they are in no group, and only send.
-        pairs: Ranks that are to send each other tensors, at least this one's. NCCL connects them now.
+        pairs: Ranks that are to send each other tensors, at least this one's; they are connected now. None, on all
+            ranks, if any two may, but for tensors on a GPU of which NCCL is to send none.
 
     Raises:
         CommunicationError: A peer did not come or the wait was interrupted.
@@ -72,6 +73,7 @@ def connect(
                 timeout_s=timeout_s,
                 gpu=gpu_of(device),
                 num_sources=num_sources,
+                pairs=pairs,
             )
             if gloo.own_gpus:
                 interrupted.put(on_devices(gloo, store))  # NCCL goes on using the store
@@ -79,7 +81,7 @@ def connect(
                 store_client.give_back(connection)
                 interrupted.put(gloo)
             if rank == 0:
-                connection.ask(Forget(generation))  # gloo's grow with the square of the ranks
+                connection.ask(Forget(generation))  # of many ranks they are megabytes
         except Exception as error:  # whatever it is: this thread alone can end the wait for it
             interrupted.put(error)
 
@@ -87,7 +89,7 @@ def connect(
         comm = NcclCommunicator(gloo, store, groups, timeout_s)
         met.append(comm)
         if not left_behind.is_set():
-            comm.meet(pairs, device)
+            comm.meet(pairs or (), device)
         return comm
 
     threading.Thread(target=build, name=f"connect-g{generation}", daemon=True).start()

@@ -13,13 +13,13 @@ and the groups of an aborted generation are dropped in a third.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import queue
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from resilient.comm.interface import Group, Pending
+from resilient.comm import grid
+from resilient.comm.interface import Group, Pending, name_of
 from resilient.comm.own_sockets import let_nobody_else_in, listeners, shut_down_connections
 from resilient.comm.parts_exchange import PartsExchange
 from resilient.comm.store_client import GenerationStore, GroupStore
@@ -103,6 +104,9 @@ def _serve_waits(works: queue.SimpleQueue[Any], results: queue.SimpleQueue[str |
 class GlooCommunicator:
     """Groups over gloo: one over all ranks (point-to-point, copies), one over those that train, one per further set.
 
+    Of more than ``grid.WIDEST`` ranks not all are connected to each other: sums go along the lines of a grid
+    (:mod:`resilient.comm.grid`), and each two ranks that send each other tensors are a group of their own.
+
     Tensors on other devices are staged through host memory, so that several workers may share one GPU.
 
     Args:
@@ -115,6 +119,7 @@ class GlooCommunicator:
         timeout_s: Last resort for an operation nothing else ends.
         gpu: Name of this worker's GPU, if it has one; ``own_gpus`` tells whether all ranks have, each its own.
         num_sources: Ranks after those that train.
+        pairs: Ranks that send each other tensors, at least this one's; None, on all ranks, if any two may.
     """
 
     def __init__(
@@ -129,6 +134,7 @@ class GlooCommunicator:
         timeout_s: float,
         gpu: str = "",
         num_sources: int = 0,
+        pairs: Iterable[tuple[int, int]] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -148,60 +154,99 @@ class GlooCommunicator:
         store.set(f"rank/{rank}", f"{self._address} {nonce().hex()} {gpu}")
         self._stores: list[Store] = [store]
         self._world = tuple(range(self.num_ranks))
-        told = store.multi_get([f"rank/{peer}" for peer in self._world])
-        known = {peer: each.decode().split(" ", 2) for peer, each in enumerate(told)}
+        groups = [self._world, tuple(range(size)), *groups]
+        parts = grid.parts_to_connect(rank, self._world, groups, pairs)
+        self._is_mesh = (self._world, self._world) in parts
+        peers = sorted({rank, *(peer for _, ranks in parts for peer in ranks)})
+        told = store.multi_get([f"rank/{peer}" for peer in peers])
+        known = {peer: each.decode().split(" ", 2) for peer, each in zip(peers, told, strict=True)}
         self.peers = {address: peer for peer, (address, _, _) in known.items() if peer != rank}
-        gpus = {name for _, _, name in known.values()}
-        self.own_gpus = "" not in gpus and len(gpus) == self.num_ranks
         try:
-            self._groups = {
-                group: self._build(GroupStore(store, _name(group), group.index(rank), len(group)), group, timeout_s)
-                for group in dict.fromkeys([self._world, tuple(range(size)), *groups])
-                if rank in group
-            }
+            self._groups = {part: self._build(store, part, timeout_s) for part in parts}
             nonces = {peer: bytes.fromhex(number) for peer, (_, number, _) in known.items()}
-            for group in self._groups:
-                self._recognise(group, nonces)
+            for part in self._groups:
+                self._recognise(part, nonces)
             let_nobody_else_in(self._address)
         except RuntimeError as error:
             raise self.failed(error) from error
+        self._sums = {
+            group: grid.GridSums(
+                [(line, self._groups[group, line.ranks]) for line in grid.grid_lines(group, rank, grid.WIDEST)], rank
+            )
+            for group in dict.fromkeys(groups)
+            if rank in group and len(group) > grid.WIDEST
+        }
+        if self._is_mesh:
+            gpus = {name for _, _, name in known.values()}
+            self.own_gpus = "" not in gpus and len(gpus) == self.num_ranks
+        else:
+            self.own_gpus = self._all_have_own(gpu, store)
 
-    def _build(self, store: GroupStore, group: Group, timeout_s: float) -> ProcessGroupGloo:
-        self._stores.append(store)
+    def _build(self, store: GenerationStore, part: grid.Connected, timeout_s: float) -> ProcessGroupGloo:
+        group, ranks = part
+        index, size = ranks.index(self.rank), len(ranks)
+        own_store = GroupStore(store, name_of(group if group == ranks else part), index, size)
+        self._stores.append(own_store)
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [self._device]
         options._timeout = timedelta(seconds=timeout_s)
-        return ProcessGroupGloo(store, group.index(self.rank), len(group), options)
+        if group != ranks:
+            options._threads = 1  # they are for collectives
+        return ProcessGroupGloo(own_store, index, size, options)
 
-    def _recognise(self, group: Group, nonces: Mapping[int, bytes]) -> None:
-        """Have all of a group show each other that they have read in the store what only ranks can read.
+    def _all_have_own(self, gpu: str, store: GenerationStore) -> bool:
+        """Return whether all ranks have a GPU, each its own, where none knows all others."""
+        if gpu:
+            store.set(f"gpu/{gpu}", str(self.rank))  # the last one of several stays
+        num_have = self._sum(bool(gpu))  # now all have said so
+        is_own = num_have == self.num_ranks and int(store.get(f"gpu/{gpu}")) == self.rank
+        return self._sum(is_own) == self.num_ranks
+
+    def _sum(self, value: float) -> float:
+        total = torch.tensor([float(value)], dtype=torch.float64)
+        self.all_reduce(total, self._world).wait()
+        return total.item()
+
+    def _recognise(self, part: grid.Connected, nonces: Mapping[int, bytes]) -> None:
+        """Have all of a part show each other that they have read in the store what only ranks can read.
 
         Gloo takes whoever connects first for a rank: who did is known once this has returned.
 
         Args:
-            group: One that this rank is in.
-            nonces: Of all ranks.
+            part: What this rank has connected.
+            nonces: Of its ranks.
 
         Raises:
             CommunicationError: Somebody else than the rank answers.
             RuntimeError: Nobody does.
         """
-        peers = [(peer, index) for index, peer in enumerate(group) if peer != self.rank]
+        backend: Any = self._groups[part]
+        _, ranks = part
+        peers = [(peer, index) for index, peer in enumerate(ranks) if peer != self.rank]
         shown = {peer: torch.zeros(PROOF_BYTES, dtype=torch.uint8) for peer, _ in peers}
-        works = [self._group(group).recv([shown[peer]], index, _RECOGNISE) for peer, index in peers]
+        works = [backend.recv([shown[peer]], index, _RECOGNISE) for peer, index in peers]
         for peer, index in peers:
-            ours = proof(nonces[peer], str(self.rank).encode(), str(group).encode())
-            work = self._group(group).send([torch.tensor(list(ours), dtype=torch.uint8)], index, _RECOGNISE)
+            ours = proof(nonces[peer], str(self.rank).encode(), str(ranks).encode())
+            work = backend.send([torch.tensor(list(ours), dtype=torch.uint8)], index, _RECOGNISE)
             works.append(work)
         for work in works:
             work.wait(_RECOGNISE_TIME)
         for peer, theirs in shown.items():
-            if not is_proof(bytes(theirs.tolist()), nonces[self.rank], str(peer).encode(), str(group).encode()):
+            if not is_proof(bytes(theirs.tolist()), nonces[self.rank], str(peer).encode(), str(ranks).encode()):
                 what = f"rank {self.rank}: who connected as rank {peer} is somebody else"
                 raise CommunicationError(what, generation=self._generation)
 
     def _group(self, group: Group) -> Any:  # torch's stubs leave out the operations of a backend used by itself
-        return self._groups[group]
+        return self._groups[group, group]
+
+    def _to(self, peer: int) -> tuple[Any, int]:
+        """Return the backend over which tensors go to and from a rank, and its place there."""
+        self.check()
+        if self._is_mesh:
+            return self._group(self._world), peer
+        pair = (min(self.rank, peer), max(self.rank, peer))
+        assert ((), pair) in self._groups, f"ranks {pair} send each other tensors and were not connected for it"
+        return self._groups[(), pair], pair.index(peer)
 
     def check(self) -> None:
         """Raise when the generation was aborted."""
@@ -235,18 +280,23 @@ class GlooCommunicator:
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         staged = tensor.cpu()
-        work = self._issue(lambda: self._group(self._world).send([staged], target, tag), (target,))
+        backend, place = self._to(target)
+        work = self._issue(lambda: backend.send([staged], place, tag), (target,))
         return _GlooPending(partial(self._wait_for_transfer, target), work, staged, None)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
         staged = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         landing = None if staged is tensor else tensor
-        work = self._issue(lambda: self._group(self._world).recv([staged], source, tag), (source,))
+        backend, place = self._to(source)
+        work = self._issue(lambda: backend.recv([staged], place, tag), (source,))
         return _GlooPending(partial(self._wait_for_transfer, source), work, staged, landing)
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         staged = tensor.cpu()
         landing = None if staged is tensor else tensor
+        if (sums := self._sums.get(group)) is not None:
+            self.check()
+            return _GlooPending(partial(self._wait_for_sum, group), sums.start(staged), staged, landing)
         work = self._issue(lambda: self._group(group).allreduce([staged]), group)
         return _GlooPending(partial(self._wait_for_collective, group), work, staged, landing)
 
@@ -289,6 +339,18 @@ class GlooCommunicator:
         # a collective of an aborted generation can end without error on some ranks: its result must not count
         self.check()
 
+    def _wait_for_sum(self, group: Group, done: Future[None]) -> None:
+        self.check()
+        while not wait([done], _SLICE.total_seconds()).done:
+            self.check()
+        try:
+            done.result()
+        except CommunicationError as error:
+            raise self.failed(RuntimeError(error), () if error.peer is None else (error.peer,)) from error
+        except RuntimeError as error:
+            raise self.failed(error, group) from error
+        self.check()
+
     def abort(self) -> None:
         self._aborted.set()
         shut_down_connections(self._address, self.peers.keys())
@@ -298,13 +360,9 @@ class GlooCommunicator:
         self._waiter.close()
         groups = list(self._groups.values())
         self._groups.clear()
+        self._sums.clear()
         # Their destructors wait for what is under way. What still is after this time is lost, and touches no tensor.
         # (gloo 2.13 may forget a send whose connection breaks: nobody waits for it, its group goes with its timeout.)
         dropping = threading.Thread(target=groups.clear, name="gloo-drop", daemon=True)
         dropping.start()
         dropping.join(_DROP_S)
-
-
-def _name(group: Group) -> str:
-    """Return what a group's keys begin with: every rank asks for all of them, so it must not grow with the group."""
-    return hashlib.sha256(str(group).encode()).hexdigest()[:16]

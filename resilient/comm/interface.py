@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +12,24 @@ from resilient.errors import CommunicationError
 
 Group = tuple[int, ...]
 """Ascending global ranks of a generation."""
+
+
+def name_of(group: Group | tuple[Group, Group]) -> str:
+    """Return what a group's keys in a store begin with: ranks ask for many of them, so it must not grow with the group.
+
+    Args:
+        group: The group; with it, where that is only connected in parts, the part.
+    """
+    return hashlib.sha256(str(group).encode()).hexdigest()[:16]
+
+
+def in_meeting_order(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return pairs of ranks, each once, in the order in which all ranks meet theirs: none waits in a circle.
+
+    Neighbours meet side by side.
+    """
+    distinct = {(min(pair), max(pair)) for pair in pairs}
+    return sorted(distinct, key=lambda pair: (pair[0] % 2, pair))
 
 
 class Pending(Protocol):

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, is_nccl_available  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm.gloo import GlooCommunicator
-from resilient.comm.interface import Group, Pending
+from resilient.comm.interface import Group, Pending, in_meeting_order, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +115,7 @@ class NcclCommunicator:
         self._up = build(PrefixStore("device/up", store), self.rank, gloo.num_ranks, timeout_s)
         self._down = build(PrefixStore("device/down", store), self.rank, gloo.num_ranks, timeout_s)
         self._groups = {
-            group: build(
-                PrefixStore("device/" + "-".join(map(str, group)), store), group.index(self.rank), len(group), timeout_s
-            )
+            group: build(PrefixStore(f"device/{name_of(group)}", store), group.index(self.rank), len(group), timeout_s)
             for group in dict.fromkeys([tuple(range(self.size)), *groups])
             if self.rank in group
         }
@@ -137,8 +135,7 @@ class NcclCommunicator:
         """
         token = torch.zeros(1, device=device)
         pending = [self.all_reduce(token, group) for group in self._groups]
-        distinct = {(min(pair), max(pair)) for pair in pairs}
-        for low, high in sorted(distinct, key=lambda pair: (pair[0] % 2, pair)):  # neighbours connect side by side
+        for low, high in in_meeting_order(pairs):
             if self.rank == low:
                 pending += [self.send(token, high, 0), self.recv(token, high, 0)]
             elif self.rank == high:

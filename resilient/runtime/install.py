@@ -28,8 +28,8 @@ from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.runtime.steps.assignments import Assignments
+from resilient.runtime.steps.exchanges import exchanging_pairs, goes_over_nccl
 from resilient.runtime.steps.learning import Learning
-from resilient.runtime.steps.over_nccl import pairs_over_nccl
 from resilient.runtime.steps.planning import UnitPlanning
 from resilient.runtime.steps.steps import ChainSteps, Steps
 from resilient.runtime.steps.unit_graph import PlanLanes
@@ -182,20 +182,22 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
     ]
     groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
     copying = [(transfer.source, transfer.target) for transfer in message.transfers]
-    exchanging = pairs_over_nccl(message.plan, context.job.planner, context.job.schedule)
+    plan, planner = message.plan, context.job.planner
+    exchanging = exchanging_pairs(plan, planner, message.rank)
+    over_nccl = goes_over_nccl(plan, planner, context.job.schedule)
     comm = connect(
         generation=message.generation,
         rank=message.rank,
-        size=len(message.plan.slots),
+        size=len(plan.slots),
         groups=groups,
         store_address=message.store_address,
         store_client=context.store_client,
         host=context.host,
         timeout_s=context.job.comm_timeout_s,
         interrupted=context.guard.open(message.generation),
-        device=torch.device("cpu") if exchanging is None else context.job.device,
+        device=context.job.device if over_nccl else torch.device("cpu"),
         num_sources=message.num_sources,
-        pairs=[*copying, *(exchanging or ())],
+        pairs=None if exchanging is None else [*copying, *exchanging],
     )
     context.guard.attach(message.generation, comm)
     return comm

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
 
-from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect, gloo
+from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect, gloo, grid
 from resilient.comm.store_client import GenerationStore
 from resilient.comm.store_messages import Set
 from resilient.errors import CommunicationError
@@ -201,6 +201,8 @@ def test_connect_ends_whatever_goes_wrong_in_it() -> None:
 
 def survivor(rank: int, parent: Connection, operation: str) -> None:
     """Wait for something that a death makes impossible; then take part in the next generation."""
+    if operation.endswith("along lines"):
+        grid.WIDEST = 2
     host = StoreHost(HOST, SECRET)
     parent.send(host.address)
     address, size, victim = parent.recv()
@@ -212,7 +214,7 @@ def survivor(rank: int, parent: Connection, operation: str) -> None:
     if rank == victim:
         signal.pause()
     try:
-        if operation == "recv":  # from the next rank, which waits too: all but one wait for a live rank
+        if operation.startswith("recv"):  # from the next rank, which waits too: all but one wait for a live rank
             comm.recv(value, (rank + 1) % size, 1).wait()
         else:
             while True:
@@ -232,7 +234,18 @@ def survivor(rank: int, parent: Connection, operation: str) -> None:
     parent.recv()
 
 
-@pytest.mark.parametrize(("operation", "victim"), [("recv", 4), ("recv", 0), ("all_reduce", 2), ("all_reduce", 0)])
+@pytest.mark.parametrize(
+    ("operation", "victim"),
+    [
+        ("recv", 4),
+        ("recv", 0),
+        ("all_reduce", 2),
+        ("all_reduce", 0),
+        ("recv along lines", 4),
+        ("all_reduce along lines", 3),
+        ("all_reduce along lines", 0),
+    ],
+)
 def test_death_of_one_rank_reaches_all_and_the_others_go_on(operation: str, victim: int) -> None:
     with processes(survivor, 5, operation) as started:
         addresses = [connection.recv() for _, connection in started]
