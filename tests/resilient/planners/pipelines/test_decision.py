@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import UnitCosts
+from resilient.planners.costs.cost_model import LayerCurves, UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.pipelines.decision import decision_of, template_of, with_lanes
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
@@ -199,7 +199,12 @@ def test_what_planners_answer_with_tensor_parallelism_runs(name: str, degrees: t
 
 def at_two_degrees(unit: UnitCosts) -> UnitCosts:
     """Return a unit whose layers two devices may share, of which each keeps 60 bytes of a token."""
-    layers = tuple(replace(layer, curves=(layer.curves[0], layer.curves[0].divided(2, 60))) for layer in unit.layers)
+
+    def shared(alone: LayerCurves) -> LayerCurves:
+        forward, inputs, weights = (each * 0.5 for each in (alone.forward, alone.backward_input, alone.backward_weight))
+        return LayerCurves(forward=forward, backward_input=inputs, backward_weight=weights, activation_bytes=60)
+
+    layers = tuple(replace(layer, curves=(layer.curves[0], shared(layer.curves[0]))) for layer in unit.layers)
     return replace(unit, layers=layers, degrees=((1, 1), (2, 1)))
 
 

@@ -48,7 +48,8 @@ TOKENS = [[4, 2, 0], [6, 3, 5]]
 def costs_of(unit: str, token_ms: float) -> UnitCosts:
     """Return a layer that takes so long for each token."""
     curves = LayerCurves(forward=Curve(linear=token_ms), backward_input=Curve(), backward_weight=Curve())
-    layer = UnitLayer(name="layer", curves=(curves, curves.divided(2, 0.0)))
+    shared = replace(curves, forward=curves.forward * 0.5)
+    layer = UnitLayer(name="layer", curves=(curves, shared))
     return UnitCosts(name=unit, layers=(layer,), degrees=((1, 1), (2, 1)))
 
 
