@@ -200,10 +200,11 @@ def test_generation_that_is_over_is_not_entered_and_states_stay(tmp_path: Path) 
     assert set(after.current + after.retained) == set(before.current)
 
 
+@pytest.mark.parametrize(("rank", "exchanging"), [(0, {(0, 1), (1, 2)}), (3, {(3, 4)})])
 def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, exchanging: set[tuple[int, int]]
 ) -> None:
-    """NCCL connects them then: neighbours in a pipeline, and the ends of copies."""
+    """They are connected then: neighbours in a rank's pipeline, and the ends of copies."""
     asked: list[tuple[torch.device, set[tuple[int, int]]]] = []
 
     def connect(**arguments: Any) -> None:
@@ -215,8 +216,8 @@ def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built
     transfers = tuple(Transfer(state="head", source=5, target=rank, first_byte=0, end_byte=8) for rank in (2, 4))
     job = make_job(device=torch.device("meta"))
     with pytest.raises(CommunicationError, match=r"^far enough$"):
-        install(Member(job, tmp_path).context, message(plan, 0, "", transfers=transfers, num_sources=1))
-    assert asked == [(torch.device("meta"), {(0, 1), (1, 2), (3, 4), (5, 2), (5, 4)})]
+        install(Member(job, tmp_path).context, message(plan, rank, "", transfers=transfers, num_sources=1))
+    assert asked == [(torch.device("meta"), {*exchanging, (5, 2), (5, 4)})]
 
 
 def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path: Path) -> None:
