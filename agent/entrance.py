@@ -14,6 +14,7 @@ import logging
 import socket
 import ssl
 import time
+from collections import deque
 from traceback import clear_frames
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ _LEAST_PATIENCE_S = 2.0
 
 _TELL_EVERY_S = 30.0
 _SCARCE_S = 0.5
+_LOOKED_AT = 16
 
 
 class _Connection:
@@ -139,7 +141,8 @@ class Entrance:
     def __init__(self, app: web.Application, context: ssl.SSLContext) -> None:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, logger=_http_logger)
         self._context = context
-        self._connections: list[_Connection] = []
+        self._strangers: list[_Connection] = []
+        self._admitted: deque[_Connection] = deque()
         self._by_protocol: dict[object, _Connection] = {}
         self._fewer = asyncio.Event()
         self._listener: socket.socket | None = None
@@ -171,8 +174,9 @@ class Entrance:
     def admit(self, request: web.BaseRequest) -> None:
         """Take in that whoever sent a request has shown the token."""
         connection = self._by_protocol.get(request.protocol)
-        if connection is not None:
+        if connection is not None and not connection.admitted.is_set():
             connection.admitted.set()
+            self._admitted.append(connection)
 
     async def close(self) -> None:
         """Listen no more, and leave no connection open."""
@@ -182,15 +186,15 @@ class Entrance:
             await asyncio.gather(self._accepting, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
-        tasks = [connection.task for connection in self._connections if connection.task is not None]
+        connections = [*self._strangers, *self._admitted]
+        tasks = [connection.task for connection in connections if connection.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for connection in self._connections:
+        for connection in connections:
             connection.abort()
-        while self._connections:
+        while not all(connection.is_gone for connection in connections):
             await asyncio.sleep(0)  # they are closed in the loop's next turns
-            self._forget()
 
     # ------------------------------------------------------------ strangers
 
@@ -206,7 +210,7 @@ class Entrance:
                     await asyncio.sleep(_SCARCE_S)
                 continue
             connection = _Connection(accepted, loop.time())
-            self._connections.append(connection)
+            self._strangers.append(connection)
             connection.task = loop.create_task(self._receive(connection, accepted))
 
     async def _have_room(self) -> None:
@@ -214,21 +218,26 @@ class Entrance:
         loop = asyncio.get_running_loop()
         while True:
             self._forget()
-            strangers = [each for each in self._connections if not each.admitted.is_set()]
-            if len(strangers) < self._most_strangers:
+            if len(self._strangers) < self._most_strangers:
                 return
             self._fewer.clear()
-            wait_s = strangers[0].since + _LEAST_PATIENCE_S - loop.time()
+            first = self._strangers[0]
+            wait_s = first.since + _LEAST_PATIENCE_S - loop.time()
             if wait_s <= 0:
-                assert strangers[0].task is not None
-                strangers[0].task.cancel()
+                assert first.task is not None
+                first.task.cancel()
             # no `asyncio.wait_for`: until Python 3.12 it loses a cancellation that comes as the event is set
             timer = loop.call_later(max(wait_s, _SCARCE_S), self._fewer.set)
             await self._fewer.wait()
             timer.cancel()
 
     def _forget(self) -> None:
-        self._connections = [each for each in self._connections if not each.is_gone]
+        """Forget who is gone; of those who were admitted, which may be many, only some are looked at each time."""
+        self._strangers = [each for each in self._strangers if not (each.admitted.is_set() or each.is_gone)]
+        for _ in range(min(_LOOKED_AT, len(self._admitted))):
+            connection = self._admitted.popleft()
+            if not connection.is_gone:
+                self._admitted.append(connection)
 
     async def _receive(self, connection: _Connection, accepted: socket.socket) -> None:
         """Shake hands, and wait until the connection is admitted."""

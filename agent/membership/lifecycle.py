@@ -99,7 +99,7 @@ class Lifecycle:
             self._regrouping.begin(at_boundary=True, cause="interruption")
             return
         members = parts.context.members
-        joining = [node for node in parts.context.available() if not members[node].admitted]
+        joining = parts.context.joining()
         leaving = [node for node in sorted(members) if members[node].leaving]
         if leaving or (joining and not self._awaits_others([members[node] for node in joining])):
             number = parts.context.generation + 1

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
+from math import inf
 from operator import or_
 
 import msgspec
@@ -42,9 +43,13 @@ class LayerCost:
     workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
-        times = self.forward_ms, self.backward_input_ms, self.backward_weight_ms
-        is_finite = all(0 <= time < float("inf") for time in times)
-        if not is_finite or min(self.activation_bytes, self.workspace_bytes) < 0:
+        if not (  # made by the hundred whenever a node joins
+            0 <= self.forward_ms < inf
+            and 0 <= self.backward_input_ms < inf
+            and 0 <= self.backward_weight_ms < inf
+            and self.activation_bytes >= 0
+            and self.workspace_bytes >= 0
+        ):
             raise ValueError(f"costs of a layer must be >= 0 and finite, got {self}; profile the layer again")
 
 

@@ -6,8 +6,8 @@ by.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, chain
@@ -23,7 +23,8 @@ _MAX_WHOLE_BYTES = 4 * 2**20
 _MAX_SENDERS = 16
 """Of a piece, to one rank: more do not make its own link faster, and every worker is told of each copy of its own."""
 _FEW_SENDERS = 8
-"""Of a piece, to one of many ranks: where each sender has a share in as many, loads are within 5 % of even."""
+"""To one rank, of all that it lacks, where its own link is the limit; one connection alone may not fill it. Of a piece
+that many lack, where links of senders are: if each sender has a share in as many, loads are within 5 % of even."""
 _PAGE_BYTES = 4096
 
 
@@ -91,13 +92,41 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
             lost.append(state)
         else:
             missing += wants
+    return tuple(_from_few(missing) or _from_many(missing)), tuple(lost)
+
+
+def _from_few(missing: Sequence[_Missing]) -> list[Transfer]:
+    """Have each rank receive from few others, if none of these has half as much to send as some rank has to receive.
+
+    Returns:
+        The transfers, or none: links of senders would be the limit.
+    """
+    num_pieces, to_receive = Counter[int](), Counter[int]()
+    for want in missing:
+        num_pieces[want.target] += 1
+        to_receive[want.target] += want.part.size
+    transfers, load = _assign(missing, lambda want: -(-_FEW_SENDERS // num_pieces[want.target]))
+    if 2 * max(load.values(), default=0) <= max(to_receive.values(), default=0):
+        return transfers
+    for senders in {id(want.senders): want.senders for want in missing}.values():
+        senders.forget()
+    return []
+
+
+def _from_many(missing: Sequence[_Missing]) -> list[Transfer]:
+    """Even out what senders have to send."""
+    return _assign(missing, lambda want: want.senders.most)[0]
+
+
+def _assign(missing: Sequence[_Missing], most: Callable[[_Missing], int]) -> tuple[list[Transfer], Mapping[int, int]]:
+    """Choose who sends what is missing, each piece from at most so many; return the transfers, and senders' bytes."""
     load: dict[int, int] = defaultdict(int)
     transfers: dict[tuple[str, int], list[Transfer]] = {(want.state, want.target): [] for want in missing}
     # Those with the least choice of senders first, then the largest: what is left evens the loads out.
     for want in sorted(missing, key=lambda want: (len(want.senders.loads), -want.part.size)):
-        transfers[want.state, want.target] += _split(want, load)
+        transfers[want.state, want.target] += _split(want, load, most(want))
     ordered = (sorted(parts, key=lambda transfer: transfer.first_byte) for parts in transfers.values())
-    return tuple(chain.from_iterable(ordered)), tuple(lost)
+    return list(chain.from_iterable(ordered)), load
 
 
 class _Senders:
@@ -106,6 +135,10 @@ class _Senders:
     def __init__(self, ranks: Iterable[int]) -> None:
         self.loads = [(0, rank) for rank in ranks]
         self.num_wanting = 0
+
+    def forget(self) -> None:
+        """Take back all loads."""
+        self.loads = sorted((0, rank) for _, rank in self.loads)
 
     @property
     def most(self) -> int:
@@ -137,10 +170,10 @@ def _take_least_loaded(senders: list[tuple[int, int]], load: dict[int, int], cou
     return found
 
 
-def _split(want: _Missing, load: dict[int, int]) -> list[Transfer]:
-    """Split bytes over their least loaded holders such that their loads become as equal as can be, and add to them."""
+def _split(want: _Missing, load: dict[int, int], most: int) -> list[Transfer]:
+    """Split bytes over some least loaded holders such that their loads become as equal as can be, and add to them."""
     left, senders, state, target = want.part.size, want.senders.loads, want.state, want.target
-    sources = _take_least_loaded(senders, load, min(want.senders.most, -(-left // _MAX_WHOLE_BYTES)))
+    sources = _take_least_loaded(senders, load, min(most, -(-left // _MAX_WHOLE_BYTES)))
     level, last = _fill_level([loaded for loaded, _ in sources], left), sources[-1][1]
     intervals = iter(want.part)
     start = end = 0

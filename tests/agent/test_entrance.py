@@ -191,7 +191,7 @@ def test_wait_for_room_ends_when_it_is_cancelled_whenever_that_comes(
         _, writer = await asyncio.open_connection(*await door.open("127.0.0.1", 0))
         accepting = door._accepting
         assert accepting is not None
-        while not door._connections:
+        while not door._strangers:
             await asyncio.sleep(0)
         for _ in range(5):  # until it waits for this one to go
             await asyncio.sleep(0)

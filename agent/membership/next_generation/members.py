@@ -55,7 +55,7 @@ class Member:
     @property
     def is_ready(self) -> bool:
         """Whether it can be given a place."""
-        return self.is_up and not self.lacks_plans
+        return len(self.ready) == self.num_workers and not self.lacks_plans  # often asked: no call of another property
 
     @property
     def is_done(self) -> bool:

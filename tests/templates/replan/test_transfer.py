@@ -177,6 +177,22 @@ def test_state_that_many_want_comes_to_each_from_few_of_its_holders(num_wanting:
         assert max(sent.values()) <= 1.05 * num_wanting * size / len(held), "loads are even all the same"
 
 
+@pytest.mark.parametrize(("num_states", "num_senders"), [(1, 8), (3, 3), (8, 1), (40, 1)])
+def test_rank_receives_from_few_where_nobody_sends_half_as_much_as_it_receives(
+    num_states: int, num_senders: int
+) -> None:
+    whole = ByteIntervals.of(0, 1 << 30)
+    held = {f"l{i}": dict.fromkeys(range(30), whole) for i in range(num_states)}
+    needed = {state: dict.fromkeys((30, 31), whole) for state in held}
+    transfers, _ = transfers_between(needed, held)
+    senders_of = Counter((each.state, each.target) for each in transfers)
+    assert set(senders_of.values()) == {num_senders}
+    sent = Counter[int]()
+    for transfer in transfers:
+        sent[transfer.source] += transfer.end_byte - transfer.first_byte
+    assert 2 * max(sent.values()) <= num_states << 30
+
+
 def test_state_of_four_mib_stays_whole() -> None:
     problem, plan = job(num_layers=1, state_bytes=4 * MIB)
     transfers, _ = plan_transfers(problem, plan, whole_states(problem, {"l0": [0, 1]}))
