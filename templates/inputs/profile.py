@@ -203,7 +203,7 @@ class ModelProfile:
         if num_bytes > MOST_BYTES:
             raise ValueError(
                 f"states, gradients, inputs, activations and workspace of all layers must be at most {MOST_BYTES} "
-                f"bytes in all, got {num_bytes}; profile the layers again"
+                f"bytes in all, got {num_bytes}; lower the microbatch, or profile the layers again"
             )
 
     def index(self, name: str) -> int:

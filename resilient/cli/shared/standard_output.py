@@ -1,4 +1,4 @@
-"""What commands print, on streams of any encoding: drawings get simpler, and no text is refused.
+"""What commands print, on streams of any encoding: drawings get simpler, and no text is refused; errors are one line.
 
 Must not import torch.
 """
@@ -14,6 +14,9 @@ from typing import Any
 
 from rich.console import Console
 from typer.core import TyperGroup
+
+from resilient.cli.shared.errors import usage_error
+from resilient.cli.shared.usage import told_usage
 
 _PLAIN = dict(zip("·…─–▪▁▂▃▄▅▆▇█▏▎▍▌▋▊▉▐▕", "..--#_.-~=+*##########", strict=True))
 """For each character of the drawings, ours and rich's, one of ASCII: columns stay where they are."""
@@ -42,6 +45,16 @@ class Commands(TyperGroup):
             Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, style="red", soft_wrap=True)
             _drop_output()
             raise SystemExit(2) from None
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command, and say in one line what is wrong where its arguments cannot be read; see click."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # of a class that depends on the release of typer
+            told = told_usage(error, " ".join((ctx.command_path, ctx.invoked_subcommand or "")).strip())
+            if told is None:
+                raise
+            raise usage_error(told) from None
 
 
 def _drop_output() -> None:

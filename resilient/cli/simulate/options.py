@@ -51,7 +51,10 @@ class ReplayOptions(JobOptions):
     hours: Annotated[
         float | None, typer.Option(help="Length; a file is cut or prolonged to it, spot nodes are made up for 12.")
     ] = None
-    seed: Annotated[int, typer.Option(help="Of what is made up, and of the nodes that a count does not name.")] = 0
+    seed: Annotated[
+        int,
+        typer.Option(callback=within(0), help="Of what is made up, and of the nodes that a count does not name."),
+    ] = 0
     announced: Annotated[
         bool, typer.Option("--announced", help="Nodes are told in time and stay until the step is finished.")
     ] = False

@@ -65,7 +65,7 @@ class ChangeCosts:
         if isinstance(self.insurance_steps, int) and self.insurance_steps < 1:
             raise ArgumentError("insurance_steps", "be >= 1", self.insurance_steps, "None means no checkpoints")
         if self.risk_s is not None and not self.risk_s > 0:
-            raise ArgumentError("risk_s", "be > 0", self.risk_s, "None means fixed steps between checkpoints")
+            raise ArgumentError("risk_s", "be > 0", self.risk_s, "give the seconds between such losses")
 
     @property
     def regroup_ns(self) -> int:

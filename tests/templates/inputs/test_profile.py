@@ -44,7 +44,8 @@ def test_layers_of_up_to_a_petabyte_can_be_planned(field: str, num_bytes: int, l
 @pytest.mark.parametrize("field", FIELDS)
 def test_layers_of_more_bytes_than_can_be_computed_with_are_refused(field: str) -> None:
     for num_bytes in (MOST_BYTES // 6 + 1, 2**63, 2**400):
-        told = f"must be at most {MOST_BYTES} bytes in all, got {6 * num_bytes}; profile the layers again"
+        fix = "lower the microbatch, or profile the layers again"
+        told = f"must be at most {MOST_BYTES} bytes in all, got {6 * num_bytes}; {fix}"
         with pytest.raises(ValueError, match=re.escape(told)):
             of_bytes(field, num_bytes)
 

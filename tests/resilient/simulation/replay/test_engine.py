@@ -299,7 +299,7 @@ def test_time_is_accounted_for_without_gaps(seed: int, announced: bool) -> None:
         ({"step_factor": 0.0}, "step_factor must be 1e-09 to 1e+09, got 0.0; 1 means as planned"),
         ({"checkpoint_steps": 0}, "checkpoint_steps must be >= 1, got 0; give a number of steps"),
         ({"insurance_steps": 0}, "insurance_steps must be >= 1, got 0; None means no checkpoints"),
-        ({"risk_s": 0.0}, "risk_s must be > 0, got 0.0; None means fixed steps between checkpoints"),
+        ({"risk_s": 0.0}, "risk_s must be > 0, got 0.0; give the seconds between such losses"),
     ],
 )
 def test_bad_costs_are_refused(arguments: dict[str, Any], message: str) -> None:
