@@ -22,6 +22,7 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.compose import Compositions, compositions
+from resilient.templates.composition.slow_nodes import compose_with_slow
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
@@ -71,9 +72,16 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
 
 
 def warm_up() -> None:
-    """Load and compile what planning needs, for which the first plan would wait else."""
-    layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),))
-    prepare(PlanningProblem(profile=ModelProfile(layers=(layer,)), num_microbatches=1, max_failures=0), 1)
+    """Load and compile what planning needs, also of slow nodes and failure domains: a change would wait for it else."""
+    layers = tuple(
+        LayerProfile(name=name, costs=(LayerCost(forward_ms=1.0),), parameter_bytes=1) for name in ("first", "last")
+    )
+    problem = PlanningProblem(profile=ModelProfile(layers=layers), num_microbatches=8, min_pipeline_nodes=2)
+    prepare(problem, 4)
+    plan = first_plan(problem, range(4))
+    zones = {node: str(place) for pipeline in plan.pipelines for place, node in enumerate(pipeline.nodes)}
+    replan(problem, plan, range(4), domains=zones)
+    compose_with_slow(templates_for(problem, 4), 3, [2.0], problem.num_microbatches, 2, nanoseconds(1e6))
 
 
 def first_plan(
