@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Flags, Ints, ranges
+from resilient.templates.common.arrays import Flags, Ints, distinct, ranges
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import FORBIDDEN, assign, least_bottleneck
 from resilient.templates.replan.state_residency import EMPTY, StateResidency
@@ -63,6 +63,20 @@ class Placement:
     lacking_domains: int
 
 
+class _Needs(NamedTuple):
+    """What the places need.
+
+    Args:
+        parts: The different parts that are needed.
+        kinds: The index of each place's part among them. [places]
+        received: The bytes that nodes lack of each part, by the kind of the node. [parts, kinds of nodes]
+    """
+
+    parts: Ints
+    kinds: Ints
+    received: Ints
+
+
 class Placer:
     """Puts nodes into the places of new pipelines.
 
@@ -86,7 +100,7 @@ class Placer:
         there = self._old != _FREE
         self._held = np.full(len(nodes), EMPTY)
         self._held[self._old[there]] = np.array(list(chain.from_iterable(layouts)), dtype=np.int64)[there]
-        self._has, self._node_kinds = np.unique(self._held, return_inverse=True)
+        self._has, self._node_kinds = distinct(self._held)
         self._pipeline_of = np.full(len(nodes), _NONE)
         self._pipeline_of[self._old[there]] = pipelines[there]
         lost = np.bincount(pipelines[~there], minlength=len(layouts))
@@ -96,6 +110,9 @@ class Placer:
         self._domains = np.array([numbers[label] for label in labels])
         # Nodes of one pipeline never hold the same, so that domains of one node each lack nothing.
         self._wanted_domains = min(problem.max_failures + 1, len(numbers))
+        # Of parts for which they were asked, in so many cells of a byte.
+        self._known_prices: dict[int, Ints] = {}
+        self._cells = self._holdings.cells
 
     def continuing(self, targets: Sequence[Target]) -> list[Target]:
         """Let targets that continue nothing go on from a pipeline with their layout that nothing else continues.
@@ -148,14 +165,16 @@ class Placer:
         barred = np.array([self._index_of[node] for node in without], dtype=np.int64)
         self._keep(chosen, barred, continued, sizes, needed)
         self._keep_equal(chosen, barred, needed)
-        self._fill(chosen, barred, needed, np.repeat(continued, sizes))
-        settled = self._whole(chosen, needed, sizes) if keeps_whole else np.zeros(len(needed), dtype=np.bool_)
+        parts, kinds = distinct(needed)
+        needs = _Needs(parts, kinds, self._holdings.received(parts, self._has))
+        self._fill(chosen, barred, needs, np.repeat(continued, sizes))
+        settled = self._whole(chosen, needs, sizes) if keeps_whole else np.zeros(len(needed), dtype=np.bool_)
         settled[list(pinned or ())] = True
-        chosen = self._balanced(chosen, barred, needed, np.repeat(continued, sizes), settled)
+        chosen = self._balanced(chosen, barred, needs, np.repeat(continued, sizes), settled)
         lacking = 0
         if self._wanted_domains:
-            chosen, lacking = self._spread(chosen, needed)
-        copied, busiest = self._volume(chosen, needed)
+            chosen, lacking = self._spread(chosen, needs)
+        copied, busiest = self._volume(chosen, needs)
         names = [self._nodes[index] for index in chosen.tolist()]
         ends = accumulate(sizes.tolist(), initial=0)
         return Placement(
@@ -188,50 +207,61 @@ class Placer:
         enough = node < end
         chosen[places[enough]] = left[node[enough]]
 
-    def _fill(self, chosen: Ints, barred: Ints, needed: Ints, continued: Ints) -> None:
+    def _fill(self, chosen: Ints, barred: Ints, needs: _Needs, continued: Ints) -> None:
         """Fill all places that are left, as cheaply as can be."""
         places, left = np.flatnonzero(chosen == _FREE), self._left(chosen, barred)
         if not len(places) or (self._held[left] == EMPTY).all():
             chosen[places] = left[: len(places)]
             return
-        found = self._assigned(places, left, needed, continued)
+        found = self._assigned(places, left, needs, continued)
         assert found is not None
         chosen[places] = left[found]
 
     def _assigned(
-        self, places: Ints, nodes: Ints, needed: Ints, continued: Ints, most_bytes: int | None = None
+        self, places: Ints, nodes: Ints, needs: _Needs, continued: Ints, most_bytes: int | None = None
     ) -> Ints | None:
         """Return which of the nodes is in each of the places; None where one would receive more than ``most_bytes``."""
-        wants, place_kinds = np.unique(needed[places], return_inverse=True)
-        has, node_kinds = np.unique(self._held[nodes], return_inverse=True)
-        prices = self._holdings.prices(wants, has)
+        wants, place_kinds = distinct(needs.kinds[places])
+        has, node_kinds = distinct(self._node_kinds[nodes])
+        prices = self._prices(needs.parts[wants])[:, has]
         if most_bytes is not None:
-            prices[self._holdings.received(wants, has) > most_bytes] = FORBIDDEN
+            prices[needs.received[wants[:, None], has] > most_bytes] = FORBIDDEN
         return assign(prices, place_kinds, node_kinds, continued[places], self._pipeline_of[nodes])
 
-    def _whole(self, chosen: Ints, needed: Ints, sizes: Ints) -> Flags:
+    def _prices(self, parts: Ints) -> Ints:
+        """Return what nodes of each kind must receive (:meth:`StateResidency.prices`). [parts, kinds of nodes]"""
+        if self._cells != self._holdings.cells:
+            self._known_prices, self._cells = {}, self._holdings.cells
+        numbers = parts.tolist()
+        unknown = [number for number in numbers if number not in self._known_prices]
+        if unknown:
+            rows = self._holdings.prices(np.array(unknown), self._has)
+            self._known_prices.update(zip(unknown, rows, strict=True))
+        return np.array([self._known_prices[number] for number in numbers])
+
+    def _whole(self, chosen: Ints, needs: _Needs, sizes: Ints) -> Flags:
         """Return which places are of pipelines that receive nothing."""
         owner = np.repeat(np.arange(len(sizes)), sizes)
-        return (np.bincount(owner, self._received(chosen, needed), len(sizes)) == 0)[owner]
+        return (np.bincount(owner, self._received(chosen, needs), len(sizes)) == 0)[owner]
 
-    def _balanced(self, chosen: Ints, barred: Ints, needed: Ints, continued: Ints, settled: Flags) -> Ints:
+    def _balanced(self, chosen: Ints, barred: Ints, needs: _Needs, continued: Ints, settled: Flags) -> Ints:
         """Return a placement in which the node that receives most does not receive much more than it must."""
-        worst = int(self._received(chosen, needed)[~settled].max(initial=0))
+        worst = int(self._received(chosen, needs)[~settled].max(initial=0))
         if not worst:
             return chosen
         places, nodes = np.flatnonzero(~settled), self._left(np.where(settled, chosen, _FREE), barred)
-        wants, place_kinds = np.unique(needed[places], return_inverse=True)
-        has, node_kinds = np.unique(self._held[nodes], return_inverse=True)
-        amounts = self._holdings.received(wants, has)
+        wants, place_kinds = distinct(needs.kinds[places])
+        has, node_kinds = distinct(self._node_kinds[nodes])
+        amounts = needs.received[wants[:, None], has]
         least = least_bottleneck(amounts, np.bincount(place_kinds), np.bincount(node_kinds), int(worst / _NEAR))
         if least is None:
             return chosen
-        found = self._assigned(places, nodes, needed, continued, int(least * _NEAR))
+        found = self._assigned(places, nodes, needs, continued, int(least * _NEAR))
         assert found is not None
         balanced = chosen.copy()
         balanced[places] = nodes[found]
         # What one receives less others send and receive more: that may take longer in all.
-        busiest, before = (self._volume(each, needed)[1] for each in (balanced, chosen))
+        busiest, before = (self._volume(each, needs)[1] for each in (balanced, chosen))
         return balanced if busiest <= _NEAR * before else chosen
 
     def _left(self, chosen: Ints, barred: Ints) -> Ints:
@@ -241,39 +271,35 @@ class Placer:
         free[barred] = False
         return np.flatnonzero(free)
 
-    def _spread(self, chosen: Ints, needed: Ints) -> tuple[Ints, int]:
+    def _spread(self, chosen: Ints, needed: _Needs) -> tuple[Ints, int]:
         """Return the placement after exchanges between domains, and what it still lacks."""
-        wants, place_kinds = np.unique(needed, return_inverse=True)
-        needs = self._holdings.states(wants)[:, self._holdings.state_bytes > 0]
+        place_kinds = needed.kinds
+        needs = self._holdings.states(needed.parts)[:, self._holdings.state_bytes > 0]
         lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
         if not lacking:
             return chosen, 0
-        has, node_kinds = self._has, self._node_kinds
         # Places that need nothing stand for the nodes that are left out.
         left_out = self._left(chosen, _NOBODY)
         needs = np.concatenate((needs, np.zeros_like(needs[:1])))
-        prices = np.concatenate((self._holdings.prices(wants, has), np.zeros((1, len(has)), dtype=np.int64)))
-        place_kinds = np.append(place_kinds, np.full(len(left_out), len(wants)))
-        kinds = Kinds(needs, prices, place_kinds, node_kinds)
+        prices = np.concatenate((self._prices(needed.parts), np.zeros((1, len(self._has)), dtype=np.int64)))
+        place_kinds = np.append(place_kinds, np.full(len(left_out), len(needed.parts)))
+        kinds = Kinds(needs, prices, place_kinds, self._node_kinds)
         chosen = spread_domains(kinds, np.append(chosen, left_out), self._domains, self._wanted_domains)
         lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
-        return chosen[: len(needed)], lacking
+        return chosen[: len(needed.kinds)], lacking
 
-    def _volume(self, chosen: Ints, needed: Ints) -> tuple[int, int]:
+    def _volume(self, chosen: Ints, needs: _Needs) -> tuple[int, int]:
         """Return what is copied between nodes: all of it, and the most that one node receives or sends."""
-        wants, place_kinds = np.unique(needed, return_inverse=True)
-        num_kinds = len(self._has)
-        pairs = np.bincount(place_kinds * num_kinds + self._node_kinds[chosen], minlength=len(wants) * num_kinds)
-        pairs = pairs.reshape(len(wants), num_kinds)
-        need, hold = (self._holdings.states(parts).astype(np.float64) for parts in (wants, self._has))
+        num_parts, num_kinds = needs.received.shape
+        pairs = np.bincount(needs.kinds * num_kinds + self._node_kinds[chosen], minlength=needs.received.size)
+        pairs = pairs.reshape(num_parts, num_kinds)
+        need, hold = (self._holdings.states(parts).astype(np.float64) for parts in (needs.parts, self._has))
         missing = (need * (pairs.sum(axis=1, keepdims=True) - pairs @ hold)).sum(axis=0).astype(np.int64)
         num_holders = (np.bincount(self._node_kinds) @ hold).astype(np.int64)
         shares = -(-missing * self._holdings.state_bytes // np.maximum(num_holders, 1))
-        received = self._holdings.received(wants, self._has)
-        most = max(int(received[pairs > 0].max()), int((hold @ shares.astype(np.float64)).max()))
-        return int((received * pairs).sum()), most
+        most = max(int(needs.received[pairs > 0].max()), int((hold @ shares.astype(np.float64)).max()))
+        return int((needs.received * pairs).sum()), most
 
-    def _received(self, chosen: Ints, needed: Ints) -> Ints:
+    def _received(self, chosen: Ints, needs: _Needs) -> Ints:
         """Return what the node in each place receives from other nodes."""
-        wants, place_kinds = np.unique(needed, return_inverse=True)
-        return self._holdings.received(wants, self._has)[place_kinds, self._node_kinds[chosen]]
+        return needs.received[needs.kinds, self._node_kinds[chosen]]

@@ -140,6 +140,7 @@ class Situation:
         self._placer = Placer(problem, self._plan, live, domains)
         self._single: dict[int, tuple[PipelineTemplate]] = {}
         self._known_lines: dict[tuple[int, bool], Lines] = {}
+        self._slowed_lines: dict[tuple[int, tuple[float, ...], bool], Lines] = {}
 
     def ways(self) -> Iterator[Way]:
         """Yield the ways to go on, local ones first; no two with equal layouts that go on from the same pipelines.
@@ -278,7 +279,7 @@ class Situation:
         choices = [
             self._lines(each.layouts, alone=alone)
             if each.factors is None
-            else (slowed_line(each.layouts[0], each.factors, alone=alone),)
+            else self._slowed(each.layouts[0], each.factors, alone=alone)
             for each in wanted
         ]
         counts = split_microbatches(choices, self._problem.num_microbatches)
@@ -347,7 +348,15 @@ class Situation:
     def _speed(self, template: PipelineTemplate, nodes: Sequence[int], *, alone: bool) -> Lines:
         if self._slowdowns.keys().isdisjoint(nodes):
             return self._lines(self._only(template), alone=alone)
-        return (slowed_line(template, [self._slowdowns.get(node, 1.0) for node in nodes], alone=alone),)
+        return self._slowed(template, tuple(self._slowdowns.get(node, 1.0) for node in nodes), alone=alone)
+
+    def _slowed(self, template: PipelineTemplate, factors: tuple[float, ...], *, alone: bool) -> Lines:
+        self._only(template)  # its identity stands for it as long as it is kept
+        key = id(template), factors, alone
+        found = self._slowed_lines.get(key)
+        if found is None:
+            found = self._slowed_lines[key] = (slowed_line(template, factors, alone=alone),)
+        return found
 
 
 def _fastest_ms(ways: Iterable[Way], num_nodes: int | None = None) -> float:

@@ -12,7 +12,7 @@ from math import lcm
 
 import numpy as np
 
-from resilient.templates.common.arrays import Flags, Ints
+from resilient.templates.common.arrays import Flags, Ints, distinct
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.template import PipelineTemplate
 
@@ -53,6 +53,8 @@ class StateResidency:
         self._numbers: dict[Part, int] = {(): EMPTY}
         self._numbered: dict[int, tuple[PipelineTemplate, tuple[int, ...]]] = {}
         self._states: Flags = np.zeros((0, len(profile.layers)), dtype=np.bool_)
+        self.cells = 1
+        """Equal parts of a byte in which :meth:`prices` are counted: a multiple of the degrees of all rows so far."""
 
     def number(self, template: PipelineTemplate) -> tuple[int, ...]:
         """Return the number of each node's part."""
@@ -63,6 +65,7 @@ class StateResidency:
                 if part not in self._numbers:
                     self._numbers[part] = len(self._parts)
                     self._parts.append(part)
+                    self.cells = lcm(self.cells, *(degree for _, _, degree in part))
                 numbers.append(self._numbers[part])
             self._numbered[id(template)] = template, tuple(numbers)
         return self._numbered[id(template)][1]
@@ -89,20 +92,19 @@ class StateResidency:
         its devices have to hand each other; device k of a row of degree d holds the k-th 1/d of each of its states.
         The unit is such that all prices are whole numbers.
         """
-        needed, needed_row = np.unique(needed, return_inverse=True)
-        held, held_row = np.unique(held, return_inverse=True)
+        needed, needed_row = distinct(needed)
+        held, held_row = distinct(held)
         need = self.states(needed) * self.state_bytes.astype(np.float64)
         from_nodes = need.sum(axis=1, keepdims=True) - need @ self.states(held).T.astype(np.float64)
 
         wants = _Rows([self._parts[number] for number in needed])
         has = _Rows([self._parts[number] for number in held])
-        cells = lcm(*wants.degrees.tolist(), *has.degrees.tolist())
         need = self._row_states(wants) * self.state_bytes.astype(np.float64)
-        kept = (need @ self._row_states(has).T.astype(np.float64)) * _common_cells(wants, has, cells)
+        kept = (need @ self._row_states(has).T.astype(np.float64)) * _common_cells(wants, has, self.cells)
         kept = np.add.reduceat(np.add.reduceat(kept, wants.starts, axis=0), has.starts, axis=1)
-        to_devices = cells * np.add.reduceat(need.sum(axis=1, keepdims=True), wants.starts) - kept
+        to_devices = self.cells * np.add.reduceat(need.sum(axis=1, keepdims=True), wants.starts) - kept
 
-        prices = (INTRA_NODE_SPEEDUP - 1) * cells * from_nodes + to_devices
+        prices = (INTRA_NODE_SPEEDUP - 1) * self.cells * from_nodes + to_devices
         return prices.astype(np.int64)[needed_row].take(held_row, axis=1)
 
     def _row_states(self, rows: _Rows) -> Flags:
