@@ -57,5 +57,5 @@ def _given(error: Exception, message: str) -> object:
     quoted = _QUOTED.match(message)
     if quoted is not None:
         return quoted[1]
-    errors: Any = getattr(error.__cause__, "errors", None)
-    return errors()[0].get("input") if callable(errors) else None
+    cause: Any = error.__cause__
+    return cause.errors()[0].get("input") if hasattr(cause, "errors") else None
