@@ -134,8 +134,9 @@ def finish_ns(pipeline: Lines, num_microbatches: int) -> int:
 def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tuple[int, ...]:
     """Return the microbatches of each pipeline, at least one each.
 
-    The latest finish is as early as can be, then the second latest, and so on; of pipelines for which that leaves the
-    choice, earlier ones get more.
+    The latest finish is as early as can be, and as few pipelines as can be finish then. Where all rounds are of one
+    microbatch, the second latest finish is as early as can be after that, and so on. Of pipelines for which that leaves
+    the choice, earlier ones get more.
 
     Below the least time by which all microbatches can be done, every pipeline has time for a number that is then
     fixed; the few that are left over go to pipelines that finish exactly at that time with a round more. Those of them

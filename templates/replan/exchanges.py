@@ -5,6 +5,8 @@ Only one place of each kind with a node of each kind of each domain is looked at
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.common.compiled import compiled
 
@@ -12,20 +14,8 @@ NONE = -1
 """In place of a place: there is no such exchange."""
 
 
-@compiled
-def to_spread(
-    needs: Flags,
-    excess: Ints,
-    worths: Ints,
-    prices: Ints,
-    kinds: Ints,
-    nodes: Ints,
-    domains: Ints,
-    counts: Ints,
-    tries: Ints,
-    places: Ints,
-) -> tuple[int, int]:
-    """Return the two places after whose exchange least is lacking, of these the cheapest; :data:`NONE` where none is.
+class Exchanges(NamedTuple):
+    """A placement, and the exchanges of nodes between two of its places.
 
     Args:
         needs: Which states places of each kind need. [kinds of places, states]
@@ -39,67 +29,75 @@ def to_spread(
         tries: The places of which one takes part.
         places: The places with which it may.
     """
+
+    needs: Flags
+    excess: Ints
+    worths: Ints
+    prices: Ints
+    kinds: Ints
+    nodes: Ints
+    domains: Ints
+    counts: Ints
+    tries: Ints
+    places: Ints
+
+
+@compiled
+def to_spread(of: Exchanges) -> tuple[int, int]:
+    """Return the two places whose exchange leaves least lacking, of these the cheapest; or :data:`NONE` twice."""
     least, cheapest, first, second = 0, 0, NONE, NONE
-    for one in tries:
-        for other in places:
-            lacking = _more_lacking(needs, excess, worths, kinds, domains, counts, one, other)
+    for one in of.tries:
+        for other in of.places:
+            lacking = _more_lacking(of, one, other)
             if lacking < least or (lacking == least and lacking < 0):
-                price = _more_expensive(prices, kinds, nodes, one, other)
+                price = _more_expensive(of, one, other)
                 if lacking < least or price < cheapest or (price == cheapest and one < first):
                     least, cheapest, first, second = lacking, price, one, other
     return first, second
 
 
 @compiled
-def to_save(
-    needs: Flags,
-    excess: Ints,
-    worths: Ints,
-    prices: Ints,
-    kinds: Ints,
-    nodes: Ints,
-    domains: Ints,
-    counts: Ints,
-    tries: Ints,
-    places: Ints,
-) -> tuple[int, int]:
-    """Return the two places whose exchange saves most and lets no more be lacking, with :func:`to_spread`'s arguments.
-
-    Of equally good ones it is the first.
-    """
+def to_save(of: Exchanges) -> tuple[int, int]:
+    """Return the two places whose exchange saves most and lets no more be lacking; the first of equally good ones."""
     cheapest, first, second = 0, NONE, NONE
-    for one in tries:
-        for other in places:
-            price = _more_expensive(prices, kinds, nodes, one, other)
-            if price < cheapest and _more_lacking(needs, excess, worths, kinds, domains, counts, one, other) <= 0:
+    for one in of.tries:
+        for other in of.places:
+            price = _more_expensive(of, one, other)
+            if price < cheapest and _more_lacking(of, one, other) <= 0:
                 cheapest, first, second = price, one, other
     return first, second
 
 
 @compiled
-def _more_lacking(
-    needs: Flags, excess: Ints, worths: Ints, kinds: Ints, domains: Ints, counts: Ints, one: int, other: int
-) -> int:
+def _more_lacking(of: Exchanges, one: int, other: int) -> int:
     """Return how much more is lacking after an exchange."""
-    here, there = domains[one], domains[other]
+    here, there, kind, other_kind = of.domains[one], of.domains[other], of.kinds[one], of.kinds[other]
     more = 0
-    if here == there or kinds[one] == kinds[other]:
+    if here == there or kind == other_kind:
         return more
-    for state in range(len(excess)):
-        need = needs[kinds[one], state]
-        if need == needs[kinds[other], state]:
+    for state in range(len(of.excess)):
+        need = of.needs[kind, state]
+        if need == of.needs[other_kind, state]:
             continue
         # A state that just one of both needs comes to the other's domain; its own loses it with the last holder there.
         source, target = (here, there) if need else (there, here)
-        change = int(counts[target, state] == 0) - int(counts[source, state] == 1)
+        change = int(of.counts[target, state] == 0) - int(of.counts[source, state] == 1)
         if change:
-            before = excess[state]
-            more += (max(-before - change, 0) - max(-before, 0)) * worths[state]
+            before = of.excess[state]
+            more += (max(-before - change, 0) - max(-before, 0)) * of.worths[state]
     return more
 
 
 @compiled
-def _more_expensive(prices: Ints, kinds: Ints, nodes: Ints, one: int, other: int) -> int:
+def _more_expensive(of: Exchanges, one: int, other: int) -> int:
     """Return how much more copies cost after an exchange."""
-    taken = int(prices[kinds[one], nodes[other]] + prices[kinds[other], nodes[one]])
-    return taken - int(prices[kinds[one], nodes[one]] + prices[kinds[other], nodes[other]])
+    prices, kind, other_kind, node, other_node = (
+        of.prices,
+        of.kinds[one],
+        of.kinds[other],
+        of.nodes[one],
+        of.nodes[other],
+    )
+    return int(prices[kind, other_node] + prices[other_kind, node]) - int(
+        prices[kind, node] + prices[other_kind, other_node]
+    )

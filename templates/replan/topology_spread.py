@@ -10,17 +10,18 @@ Places and nodes of one kind and domain are as good as each other, so only one o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.replan.assignment import FORBIDDEN, assign
 
+if TYPE_CHECKING:
+    from resilient.templates.replan.exchanges import Exchanges
+
 _FEW_NODES = 64
 _NONE = -1
-
-_Best = Callable[[Flags, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints], tuple[int, int]]
 
 
 class Kinds(NamedTuple):
@@ -171,13 +172,29 @@ class _Search:
         counts, different = self._counts(chosen), self._different(chosen)
         return self._exchange(to_save, chosen, counts, different[self._paid(chosen)[different] > 0], different)
 
-    def _exchange(self, best: _Best, chosen: Ints, counts: Ints, tries: Ints, different: Ints) -> bool:
-        from resilient.templates.replan.exchanges import NONE
+    def _exchange(
+        self,
+        best: Callable[[Exchanges], tuple[int, int]],
+        chosen: Ints,
+        counts: Ints,
+        tries: Ints,
+        different: Ints,
+    ) -> bool:
+        from resilient.templates.replan.exchanges import NONE, Exchanges
 
-        excess = (counts > 0).sum(axis=0) - self._wanted
-        nodes, domains = self._nodes[chosen], self._domains[chosen]
         one, other = best(
-            self._needs, excess, self._weights, self._prices, self._places, nodes, domains, counts, tries, different
+            Exchanges(
+                needs=self._needs,
+                excess=(counts > 0).sum(axis=0) - self._wanted,
+                worths=self._weights,
+                prices=self._prices,
+                kinds=self._places,
+                nodes=self._nodes[chosen],
+                domains=self._domains[chosen],
+                counts=counts,
+                tries=tries,
+                places=different,
+            )
         )
         if one == NONE:
             return False
