@@ -145,13 +145,14 @@ class _Limited:
             of: ``TIME`` or ``MEMORY``.
             floor: Lower limits are of no use.
         """
-        better, pairs = True, self._cuts.num_chunks - 1
-        while better:
-            better = False
-            for chunk in range(pairs):
-                found = self._pair_lowered(bounds, chunk, of, floor)
-                better |= pairs > 1 and found is not bounds
-                bounds = found
+        pairs = self._cuts.num_chunks - 1
+        if pairs == 1:
+            return self._pair_lowered(bounds, 0, of, floor)
+        chunk = in_vain = 0
+        while in_vain < pairs:  # what a pair was tried for in vain need not be tried again
+            found = self._pair_lowered(bounds, chunk, of, floor)
+            in_vain = in_vain + 1 if found is bounds else 0
+            bounds, chunk = found, (chunk + 1) % pairs
         return bounds
 
     def _pair_lowered(self, bounds: ChunkTable, chunk: int, of: int, floor: int) -> ChunkTable:
