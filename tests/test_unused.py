@@ -15,6 +15,7 @@ KEPT = {
     "delete_key": "of a store, which torch asks",
     "extra_repr": "what torch asks a layer for when it is shown",
     "has_extended_api": "of a store, which torch asks",
+    "invoke": "of the commands, which click asks",
     "num_keys": "of a store, which torch asks",
     "old_trace": "renamed options, which say so when they are typed",
     "remove_node": "of a launcher, beside what adds one",

@@ -14,7 +14,7 @@ NONE = -1
 """In place of a place: there is no such exchange."""
 
 
-class Exchanges(NamedTuple):
+class PlaceExchanges(NamedTuple):
     """A placement, and the exchanges of nodes between two of its places.
 
     Args:
@@ -43,7 +43,7 @@ class Exchanges(NamedTuple):
 
 
 @compiled
-def to_spread(of: Exchanges) -> tuple[int, int]:
+def to_spread(of: PlaceExchanges) -> tuple[int, int]:
     """Return the two places whose exchange leaves least lacking, of these the cheapest; or :data:`NONE` twice."""
     least, cheapest, first, second = 0, 0, NONE, NONE
     for one in of.tries:
@@ -57,7 +57,7 @@ def to_spread(of: Exchanges) -> tuple[int, int]:
 
 
 @compiled
-def to_save(of: Exchanges) -> tuple[int, int]:
+def to_save(of: PlaceExchanges) -> tuple[int, int]:
     """Return the two places whose exchange saves most and lets no more be lacking; the first of equally good ones."""
     cheapest, first, second = 0, NONE, NONE
     for one in of.tries:
@@ -69,7 +69,7 @@ def to_save(of: Exchanges) -> tuple[int, int]:
 
 
 @compiled
-def _more_lacking(of: Exchanges, one: int, other: int) -> int:
+def _more_lacking(of: PlaceExchanges, one: int, other: int) -> int:
     """Return how much more is lacking after an exchange."""
     here, there, kind, other_kind = of.domains[one], of.domains[other], of.kinds[one], of.kinds[other]
     more = 0
@@ -89,7 +89,7 @@ def _more_lacking(of: Exchanges, one: int, other: int) -> int:
 
 
 @compiled
-def _more_expensive(of: Exchanges, one: int, other: int) -> int:
+def _more_expensive(of: PlaceExchanges, one: int, other: int) -> int:
     """Return how much more copies cost after an exchange."""
     prices, kind, other_kind, node, other_node = (
         of.prices,

@@ -18,7 +18,7 @@ from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.replan.assignment import FORBIDDEN, assign
 
 if TYPE_CHECKING:
-    from resilient.templates.replan.exchanges import Exchanges
+    from resilient.templates.replan.exchanges import PlaceExchanges
 
 _FEW_NODES = 64
 _NONE = -1
@@ -174,16 +174,16 @@ class _Search:
 
     def _exchange(
         self,
-        best: Callable[[Exchanges], tuple[int, int]],
+        best: Callable[[PlaceExchanges], tuple[int, int]],
         chosen: Ints,
         counts: Ints,
         tries: Ints,
         different: Ints,
     ) -> bool:
-        from resilient.templates.replan.exchanges import NONE, Exchanges
+        from resilient.templates.replan.exchanges import NONE, PlaceExchanges
 
         one, other = best(
-            Exchanges(
+            PlaceExchanges(
                 needs=self._needs,
                 excess=(counts > 0).sum(axis=0) - self._wanted,
                 worths=self._weights,
