@@ -266,8 +266,8 @@ class Drilled:
     Args:
         run: The run.
         missed: Drills for which there was no node, or whose moment did not come.
-        wrong: What must not be; nothing if each failure cost a step at most, nobody was restarted and the parameters
-            are those of one process.
+        wrong: What must not be; nothing if each failure cost a step at most, no state was lost, nobody was restarted
+            and the parameters are those of one process.
     """
 
     run: Run
@@ -343,6 +343,7 @@ def drill_job(
     check_survivors(run)
     recoveries, steps = run.report["recoveries"], max(run.losses)
     wrong = [f"{each['lost_steps']} steps lost in {each['cause']}" for each in recoveries if each["lost_steps"] > 1]
+    wrong += [each["text"] for each in run.of_kind("output") if "nobody holds" in each["text"]]
     fired = sorted({failure["node"] for failure in run.failures})  # two workers of a node may be at the place at once
     if fired != sorted(told.killed):
         wrong.append(f"killed were {fired}, not {sorted(told.killed)}")

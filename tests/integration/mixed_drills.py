@@ -51,7 +51,8 @@ class DrawnJob:
 def draw(seed: int) -> tuple[DrawnJob, random.Random]:
     """Return a seed's job, and what chooses among nodes."""
     rng = random.Random(seed)
-    arguments = ["--optimizer", "sgd", "--checkpoint-every", "2", "--known-costs"]
+    every = rng.choice(("0", "2"))
+    arguments = ["--optimizer", "sgd", "--checkpoint-every", every, "--known-costs"]
     arguments += ["--batch", rng.choice(("14", "10", "6")), "--tp-chunks", rng.choice(("1", "2"))]
     arguments += ["--blocks", rng.choice(("4", "5")), *rng.choice(([], ["--tied"]))]
     arguments += rng.choice(([], ["--schedule", "zb-h1"]))
@@ -60,18 +61,23 @@ def draw(seed: int) -> tuple[DrawnJob, random.Random]:
         "workers_per_node": rng.choice((2, 2, 3)),
         "network_gbit_s": rng.choice((0.008, 0.016)),
     }
-    return DrawnJob(arguments=tuple(arguments), options=options, drills=tuple(map(_drill, [rng] * NUM_DRILLS))), rng
+    return DrawnJob(
+        arguments=tuple(arguments),
+        options=options,
+        drills=tuple(_drill(rng, saves=every != "0") for _ in range(NUM_DRILLS)),
+    ), rng
 
 
-def _drill(rng: random.Random) -> Drill:
+def _drill(rng: random.Random, *, saves: bool) -> Drill:
+    of_loss, in_step = ([each for each in phases if saves or each != "save"] for phases in (OF_LOSS, IN_STEP))
     during = rng.choice(("", "", "loss", "loss", "join", "leave"))
-    phase = rng.choice(AT_START if during else IN_STEP)
+    phase = rng.choice(AT_START if during else in_step)
     return Drill(
         kind=WHOSE.get(phase) or rng.choice((*ANYBODY, JOINER) if during == "join" and phase != LEAVES else ANYBODY),
         phase=phase,
         during=during,
         also="" if during else rng.choice(("", "", "any")),
-        of_loss=rng.choice(OF_LOSS) if during == "loss" else "backward",
+        of_loss=rng.choice(of_loss) if during == "loss" else "backward",
         worker_only=phase != LEAVES and rng.choice((True, False)),
     )
 
