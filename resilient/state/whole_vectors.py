@@ -56,7 +56,7 @@ class WholeVectors:
     def scatter(self, *_: object) -> None:
         """Copy them back to where they belong."""
         for room, ends in self._ends:
-            for together, *apart in zip(_tensors(room), *map(_tensors, ends), strict=True):
+            for together, *apart in zip(_updated(room), *map(_updated, ends), strict=True):
                 start = 0
                 for each in apart:
                     each.copy_(together[start : start + len(each)])
@@ -69,7 +69,7 @@ def _vector_numel(tensor: Tensor) -> int:
 
 def _part(window: UpdatedWindow, elements: slice) -> UpdatedWindow:
     """Return some elements of a window, in the same memory."""
-    values, gradient, *slots = (tensor[elements] for tensor in _tensors(window))
+    gradient, values, *slots = (tensor[elements] for tensor in _tensors(window))
     return _window(window.rates, values, gradient, dict(zip(window.slots, slots, strict=True)))
 
 
@@ -77,7 +77,7 @@ def _room(ends: Sequence[UpdatedWindow]) -> UpdatedWindow:
     """Return a window of its own memory with room for the ends of others, of whole vectors."""
     first = ends[0]
     size, vector = sum(end.parameter.numel() for end in ends), _vector_numel(first.parameter)
-    values, gradient, *slots = (tensor.new_zeros(-(-size // vector) * vector) for tensor in _tensors(first))
+    gradient, values, *slots = (tensor.new_zeros(-(-size // vector) * vector) for tensor in _tensors(first))
     return _window(first.rates, values, gradient, dict(zip(first.slots, slots, strict=True)))
 
 
@@ -88,6 +88,11 @@ def _window(rates: Rates, values: Tensor, gradient: Tensor, slots: dict[str, Ten
 
 
 def _tensors(window: UpdatedWindow) -> list[Tensor]:
-    """Return parameter, gradient and slots."""
+    """Return gradient, parameter and slots."""
     assert window.parameter.grad is not None, "windows are made with their gradients"
-    return [window.parameter.detach(), window.parameter.grad, *window.slots.values()]
+    return [window.parameter.grad, *_updated(window)]
+
+
+def _updated(window: UpdatedWindow) -> list[Tensor]:
+    """Return parameter and slots."""
+    return [window.parameter.detach(), *window.slots.values()]
