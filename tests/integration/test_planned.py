@@ -205,7 +205,7 @@ def test_planned_job_through_failures_of_every_kind(
     asked, fewest = ALWAYS.get(planner, (planner, 1 if planner in SHARED else FEWEST.get(planner, 2)))
     schedule = ("--schedule", "zb-h1") if planner in ("resilient", "interleaved") else ()
     always = ("--always", planner) if planner in ALWAYS else ()
-    ahead = ("--read-ahead", "3", "--checkpoint-every", "2") if planner == "entrain" else ()
+    ahead = ("--read-ahead", "3", "--checkpoint-every", "5") if planner == "entrain" else ()
     if always:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments, degree = (*schedule, *always, *ahead), SHARED.get(planner, 1)
