@@ -24,8 +24,8 @@ from resilient.errors import ResilientError
 from resilient.observability.event_log import read_events
 from resilient.observability.run_comparison import compare_runs
 from resilient.observability.run_report import build_run_report
+from tests.integration.degrees.mixed_drills import draw
 from tests.integration.harness import run_limited, spare_nodes
-from tests.integration.mixed_drills import draw
 
 IN_STEP = ("forward", "send", "backward", "return", "reduce", "prepare", "commit")
 OF_MIXED = ("gather", "scatter", "exchange")
@@ -87,10 +87,18 @@ def run_once(seed: int, options: argparse.Namespace, reference: Path | None, dir
 
 
 def drill_once(seed: int, options: argparse.Namespace, directory: Path) -> Result:
-    """Run the drills of a seed (:mod:`tests.integration.mixed_drills`)."""
+    """Run the drills of a seed (:mod:`tests.integration.degrees.mixed_drills`)."""
     directory.mkdir(parents=True)
     log = directory / "output.log"
-    line = [sys.executable, "-m", "tests.integration.mixed_drills", "--seed", str(seed), "--run-dir", str(directory)]
+    line = [
+        sys.executable,
+        "-m",
+        "tests.integration.degrees.mixed_drills",
+        "--seed",
+        str(seed),
+        "--run-dir",
+        str(directory),
+    ]
     exit_code = run_limited(line, log, options.limit_s)
     wrong, recoveries = KILLED if exit_code == -signal.SIGKILL else "", ()
     if exit_code == 0:
