@@ -178,7 +178,7 @@ def main() -> int:
         )
         results.append(result)
         times = ", ".join(f"{recovery:.0f} ms" for recovery in result.recoveries_ms) or "no failure came to pass"
-        failures = " and ".join(result.injections)
+        failures = "; ".join(result.injections)
         console.print(f"seed {seed}: {failures}: {result.wrong or times}", markup=False, soft_wrap=True)
         if result.wrong:
             console.print(f"  again: --repeats 1 --seed {seed}; see {result.directory}", markup=False, soft_wrap=True)
