@@ -18,6 +18,7 @@ from resilient.common.arguments import check_number, described, kind_of, whole_n
 from resilient.errors import ArgumentError, literal
 from resilient.state.layer_state import LayerState, UpdatedWindow
 from resilient.state.layout import Rates
+from resilient.state.whole_vectors import WholeVectors
 
 _T = TypeVar("_T")
 
@@ -234,6 +235,11 @@ def _by_rates(windows: Iterable[UpdatedWindow]) -> list[dict[str, Any]]:
     ]
 
 
+def _hook(optimizer: torch.optim.Optimizer, vectors: WholeVectors) -> None:
+    optimizer.register_step_pre_hook(vectors.gather)
+    optimizer.register_step_post_hook(vectors.scatter)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamW(_Description):
     """Adam with decoupled weight decay (``torch.optim.AdamW``).
@@ -270,9 +276,10 @@ class AdamW(_Description):
         return ("exp_avg", "exp_avg_sq")
 
     def build(self, states: Iterable[LayerState], num_updates: int) -> torch.optim.Optimizer:
-        windows = [window for state in states for window in state.windows]
-        optimizer = torch.optim.AdamW(_by_rates(windows), betas=self.betas, eps=self.eps, fused=True)
-        for window in windows:
+        vectors = WholeVectors(window for state in states for window in state.windows)
+        optimizer = torch.optim.AdamW(_by_rates(vectors.windows), betas=self.betas, eps=self.eps, fused=True)
+        _hook(optimizer, vectors)
+        for window in vectors.windows:
             step = torch.tensor(float(num_updates), dtype=torch.float32, device=window.parameter.device)
             optimizer.state[window.parameter] = {"step": step, **window.slots}
         return optimizer
@@ -314,8 +321,10 @@ class SGD(_Description):
         return ("momentum_buffer",) if self.momentum else ()
 
     def build(self, states: Iterable[LayerState], num_updates: int) -> torch.optim.Optimizer:
-        windows = [window for state in states for window in state.windows]
-        optimizer = torch.optim.SGD(_by_rates(windows), momentum=self.momentum, nesterov=self.nesterov, fused=True)
-        for window in windows:
+        vectors = WholeVectors(window for state in states for window in state.windows)
+        groups = _by_rates(vectors.windows)
+        optimizer = torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.nesterov, fused=True)
+        _hook(optimizer, vectors)
+        for window in vectors.windows:
             optimizer.state[window.parameter] = dict(window.slots)
         return optimizer

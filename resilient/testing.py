@@ -85,11 +85,12 @@ def fail_at(*, step: int, phase: str | None = None, node: int = 0, worker_only: 
     Args:
         step: In which step, 1 for the first.
         phase: As the node enters this phase of the step: forward, send, backward, part (of a cell's backward, after the
-            first), weight (its backward for the weights, apart), return, reduce, prepare or commit; all up to return
-            also of one unit, as in ``vision.forward``. Or, of a recovery in it, regroup, copy or assign. None for as
-            the step begins.
+            first), weight (its backward for the weights, apart), return, gather (of a layer of a sharded stage),
+            scatter (of its gradient), exchange (of tensor-parallel devices' tokens), reduce, prepare or commit; all up
+            to return also of one unit, as in ``vision.forward``. Save, of the checkpoint of this step. Or, of a
+            recovery in it, regroup, connect, copy, verify or assign. None for as the step begins.
         node: Which node: they are numbered from 0.
-        worker_only: Kill only the node's first worker that gets there; its agent survives.
+        worker_only: Kill only the node's first worker, as it gets there; its agent survives.
 
     Raises:
         ArgumentError: An argument cannot be.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ def connect(
     device: torch.device,
     num_sources: int = 0,
     pairs: Sequence[tuple[int, int]] | None = (),
+    on_group: Callable[[], None] = lambda: None,
 ) -> Communicator:
     """Build the groups of a generation together with all its other ranks.
 
@@ -47,6 +48,7 @@ def connect(
         num_sources: Ranks after those that train: they are in no group, and only send.
         pairs: Ranks that are to send each other tensors, at least this one's; they are connected now. None, on all
             ranks, if any two may, but for tensors on a GPU of which NCCL is to send none.
+        on_group: Called, in another thread, before each group is made.
 
     Raises:
         CommunicationError: A peer did not come or the wait was interrupted.
@@ -74,6 +76,7 @@ def connect(
                 gpu=gpu_of(device),
                 num_sources=num_sources,
                 pairs=pairs,
+                on_group=on_group,
             )
             if gloo.own_gpus:
                 interrupted.put(on_devices(gloo, store))  # NCCL goes on using the store

@@ -120,6 +120,7 @@ class GlooCommunicator:
         gpu: Name of this worker's GPU, if it has one; ``own_gpus`` tells whether all ranks have, each its own.
         num_sources: Ranks after those that train.
         pairs: Ranks that send each other tensors, at least this one's; None, on all ranks, if any two may.
+        on_group: Called before each group is made.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class GlooCommunicator:
         gpu: str = "",
         num_sources: int = 0,
         pairs: Iterable[tuple[int, int]] | None = None,
+        on_group: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -162,7 +164,10 @@ class GlooCommunicator:
         known = {peer: each.decode().split(" ", 2) for peer, each in zip(peers, told, strict=True)}
         self.peers = {address: peer for peer, (address, _, _) in known.items() if peer != rank}
         try:
-            self._groups = {part: self._build(store, part, timeout_s) for part in parts}
+            self._groups: dict[grid.Connected, ProcessGroupGloo] = {}
+            for part in parts:
+                on_group()
+                self._groups[part] = self._build(store, part, timeout_s)
             nonces = {peer: bytes.fromhex(number) for peer, (_, number, _) in known.items()}
             for part in self._groups:
                 self._recognise(part, nonces)

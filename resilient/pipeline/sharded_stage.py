@@ -49,7 +49,8 @@ class ShardedStage(Stage):
         autocast: Lower precision for matrix products, None for none.
         seed: Of the job.
         recomputed_layers: So many layers, the first ones, keep only their inputs and run again in the backward.
-        on_gather: Told the step whenever a layer is to be gathered.
+        reach: Told the phase, ``gather`` or ``scatter``, and the step, whenever a layer is to be gathered or its
+            gradient is there to be summed.
         on_summed: Told the index of a state, whenever a backward has added to what is held of its gradient.
     """
 
@@ -63,14 +64,14 @@ class ShardedStage(Stage):
         autocast: torch.dtype | None,
         seed: int,
         recomputed_layers: int = 0,
-        on_gather: Callable[[int], None] = lambda step: None,
+        reach: Callable[[str, int], None] = lambda phase, step: None,
         on_summed: Callable[[int], None] = lambda index: None,
     ) -> None:
         super().__init__(
             model, layers, device=device, autocast=autocast, seed=seed, recomputed_layers=recomputed_layers
         )
         self._sharded = tuple(sharded)
-        self._on_gather = on_gather
+        self._reach = reach
         self._on_summed = on_summed
         self._runs: dict[Hashable, list[InFlight]] = {}
         self._summing: list[tuple[int, SummedGradients]] = []
@@ -168,7 +169,7 @@ class ShardedStage(Stage):
 
     def _acquire(self, layers: Sequence[int]) -> None:
         for number in layers:
-            self._on_gather(self._step)
+            self._reach("gather", self._step)
             for state in self._sharded[number].gathered:
                 state.acquire()
 
@@ -178,6 +179,7 @@ class ShardedStage(Stage):
     def _sum(self, gradients: Mapping[int, Callable[[], SummedGradients]]) -> None:
         """Start to sum a layer's gradients, once those of the one before are: two are in memory at a time."""
         self._finish_sums()
+        self._reach("scatter", self._step)
         self._summing = [(index, sum_up()) for index, sum_up in gradients.items()]
 
     def _finish_sums(self) -> None:

@@ -33,6 +33,7 @@ class StageSharding:
         slot: The worker's place in it.
         states: What it holds.
         tp_chunks: In how many chunks tensor-parallel devices exchange tokens.
+        on_exchange: Called before each of their exchanges.
 
     Attributes:
         tensor_devices: Those of a tensor-parallel stage; None where there is one device, or each has microbatches of
@@ -50,6 +51,7 @@ class StageSharding:
         slot: Slot,
         states: Mapping[str, LayerState],
         tp_chunks: int = 1,
+        on_exchange: Callable[[], None] = lambda: None,
     ) -> None:
         self._profile = profile
         self._layouts = layouts
@@ -61,7 +63,7 @@ class StageSharding:
         group = tuple(device.rank for device in devices)
         is_sharded, is_divided = slot.stages[0].shard > 1, len(devices) > 1
         is_shared = is_divided and not is_sharded
-        self.tensor_devices = TensorDevices(comm, group, tp_chunks) if is_shared else None
+        self.tensor_devices = TensorDevices(comm, group, tp_chunks, on_exchange) if is_shared else None
         if not is_sharded:
             return
         held = [device.intervals(profile) for device in devices]

@@ -8,10 +8,16 @@ UNIT_PHASES = ("forward", "send", "backward", "part", "weight", "return")
 """What a worker does for a unit in a step: computes a cell, sends on what it made, differentiates it, or one more part
 of it, or, apart from that, its weights, and returns gradients to who made what came in. Of chains only without unit."""
 
-PHASES = (*UNIT_PHASES, "gather", "reduce", "prepare", "commit", "regroup", "copy", "assign")
-"""The others: a layer of a sharded stage is gathered, gradients are summed, the barrier is entered, the step is
-applied; and in a generation that begins, groups are made, states are copied, the first steps' assignments are
-shared."""
+IN_STEP = (*UNIT_PHASES, "gather", "scatter", "exchange", "reduce", "prepare", "commit", "save")
+"""All of a step. The others: a layer of a sharded stage is gathered, what its devices have of a gradient is summed into
+their parts, tensor-parallel devices exchange tokens, gradients are summed over pipelines, the barrier is entered, the
+step is applied, a part of a checkpoint is written."""
+
+AT_BEGINNING = ("regroup", "connect", "copy", "verify", "assign")
+"""Those of a generation that begins: it is entered, groups are made, states are copied, a copy that has come is
+verified, the first steps' assignments are shared."""
+
+PHASES = (*IN_STEP, *AT_BEGINNING)
 
 
 def check_phase(phase: str) -> None:

@@ -198,6 +198,7 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
         device=context.job.device if over_nccl else torch.device("cpu"),
         num_sources=message.num_sources,
         pairs=None if exchanging is None else [*copying, *exchanging],
+        on_group=partial(context.faults.reach, "connect", message.version + 1),
     )
     context.guard.attach(message.generation, comm)
     return comm
@@ -232,7 +233,8 @@ def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm:
             state.initialize(context.job.seed)
     elif made:
         checkpoint.load(message.source, made)
-    num_bytes = copy_states(comm, message.transfers, held, missing)
+    on_copy = partial(context.faults.reach, "verify", message.version + 1)
+    num_bytes = copy_states(comm, message.transfers, held, missing, on_copy)
     ledger.current.update(missing)
     return num_bytes
 
@@ -265,7 +267,12 @@ def build_session(
     def tokens(stage: StageName) -> Tokens:
         return job.model.layers[lanes.specs[stage].first_layer].tokens
 
-    sharding = StageSharding(context.profile, context.layouts, comm, message.plan, slot, states, job.tp_chunks)
+    def on_exchange() -> None:
+        context.faults.reach("exchange", context.ledger.version + 1)
+
+    sharding = StageSharding(
+        context.profile, context.layouts, comm, message.plan, slot, states, job.tp_chunks, on_exchange
+    )
     trained = [(context.profile.index(name), name) for name, state in states.items() if state.layout.num_trainable]
     gradient_sync = GradientSync(
         comm,
@@ -329,7 +336,7 @@ def _stage(context: WorkerContext, spec: StageSpec, sharding: StageSharding, gra
         make = partial(
             ShardedStage,
             sharded=[sharding.layer(number) for number in numbers],
-            on_gather=partial(context.faults.reach, "gather"),
+            reach=context.faults.reach,
             on_summed=gradient_sync.arrived,
         )
     return make(

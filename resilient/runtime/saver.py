@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from resilient.errors import CheckpointError
+from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import FromWorkerMessage, NotSaved, Saved
 from resilient.runtime.commit import Ledger
 from resilient.state import checkpoint
@@ -27,12 +28,16 @@ class Saver:
         send: Tells the coordinator.
         ledger: The worker's.
         retry_s: For how long the last checkpoint is tried again.
+        faults: Told when a part is to be written.
     """
 
-    def __init__(self, send: Callable[[FromWorkerMessage], None], ledger: Ledger, retry_s: float) -> None:
+    def __init__(
+        self, send: Callable[[FromWorkerMessage], None], ledger: Ledger, retry_s: float, faults: Faults
+    ) -> None:
         self._send = send
         self._ledger = ledger
         self._retry_s = retry_s
+        self._faults = faults
 
     def try_write(self, generation: int, parts: Sequence[HeldPart], path: Path) -> None:
         """Write a part of a checkpoint on the way, without which training goes on."""
@@ -81,6 +86,7 @@ class Saver:
         self._send(NotSaved(step=self._ledger.version, error=error))
 
     def _write(self, generation: int, parts: Sequence[HeldPart], path: Path, held: Mapping[str, HeldCopy]) -> None:
+        self._faults.reach("save", self._ledger.version)
         saved = checkpoint.save(path, parts) if parts else {}
         step, skipped = self._ledger.version, self._ledger.skipped
         self._send(Saved(generation=generation, step=step, skipped=skipped, states=saved, held=dict(held)))

@@ -127,7 +127,7 @@ class Worker:
         self._guard = GenerationGuard()
         self._faults = Faults(client.run_directory)
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
-        self._saver = Saver(client.send, self._ledger, job.comm_timeout_s)
+        self._saver = Saver(client.send, self._ledger, job.comm_timeout_s, self._faults)
         self._checkpoint_clock = CheckpointClock()
         self._batches = Batches(job, processes)
         allow_many_files()  # some may be taken by strangers, who connect where its store and groups listen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 import torch
@@ -32,6 +32,7 @@ def copy_states(
     transfers: Sequence[Transfer],
     held: Mapping[str, LayerState],
     missing: Mapping[str, LayerState],
+    on_copy: Callable[[], None] = lambda: None,
 ) -> int:
     """Send and receive what the transfers say for this rank; both ends of a copy have their copies in the same order.
 
@@ -40,6 +41,7 @@ def copy_states(
         transfers: Byte ranges from rank to rank, at least those that this rank sends or receives.
         held: The states this rank has, by name: it sends from them.
         missing: Those it is to have, and receives into; what it has of them already is taken from ``held``.
+        on_copy: Called for each piece that has come, before it is verified.
 
     Returns:
         Bytes received.
@@ -73,6 +75,7 @@ def copy_states(
         piece, window, expected, data, proof = incoming.popleft()
         data.wait()
         proof.wait()
+        on_copy()
         proven, origin, name = expected.tolist()
         if name != _name(piece):
             other = f"another piece than {piece.state!r} from byte {piece.first_byte} arrived from rank {piece.source}"

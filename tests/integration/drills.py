@@ -1,4 +1,4 @@
-"""Failures one after the other in a planned job: nodes are chosen by what they do in the plan that is in force.
+"""Failures one after the other in a job: nodes are chosen by what they do in the plan that is in force.
 
 A drill begins when a generation of enough nodes has done a step, and is over when one without those who were to die has
 done another. Where the next one would leave too few nodes, as many are added as there were at the beginning: a join
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from resilient.agent.launch import Launcher
 from resilient.observability.run_comparison import compare_parameters
@@ -28,8 +29,11 @@ JOB = ("--batch", "12", "--microbatch", "2", "--optimizer", "sgd")
 large steps of rounding errors: after a hundred, two processes with other microbatches differ by 1e-5."""
 
 LANGUAGE = "llm"
-_MOST_STEPS = 25
-"""Of one generation, until it is clear that a failure's moment in a step does not come."""
+LEAVES = "leaves"
+JOINER = "joiner"
+SHARDED, PARALLEL, ONE_DEVICE = "sharded", "tensor parallel", "one device"
+_MOST_STEPS = {True: 5, False: 25}
+"""Of one generation, until it is clear that a failure's moment as it begins, or in a step, does not come."""
 
 _MOST_AGAIN = 3
 """How many drills of a job are done again, because a node stood by when it was to die."""
@@ -41,17 +45,23 @@ class Drill:
 
     Args:
         kind: What the node does that is killed: ``encoder`` for nothing else than to encode, ``language`` for the
-            language model's first stage, ``rank 0``, or ``any``.
-        phase: Of the next step, or generation, in which it comes to that.
+            language model's first stage, ``rank 0``, ``first`` or ``last`` for those stages of a pipeline of several
+            nodes; :data:`SHARDED`, :data:`PARALLEL` or :data:`ONE_DEVICE`; :data:`JOINER`; or ``any``.
+        phase: Of the next step, or generation, in which it comes to that; :data:`LEAVES` if it is not killed, but asked
+            to leave when the generation begins.
         during: What makes there be a generation of which ``phase`` is: another node's loss, a join or a leave; "" for
             phases of steps.
         also: What a second node does, killed in the same phase; "" for none.
+        of_loss: The phase in which the other node is lost.
+        worker_only: Whether one worker of the node is killed, and not all of it.
     """
 
     kind: str
     phase: str
     during: str = ""
     also: str = ""
+    of_loss: str = "backward"
+    worker_only: bool = False
 
     @property
     def num_lost(self) -> int:
@@ -59,25 +69,44 @@ class Drill:
         return 2 if self.also or self.during in ("loss", "leave") else 1
 
     def __str__(self) -> str:
-        second, of = f" and {self.also}" if self.also else "", f" of a {self.during}" if self.during else ""
-        return f"{self.kind}{second} in {self.phase}{of}"
+        killed = f"{'a worker of ' if self.worker_only else ''}{self.kind}{f' and {self.also}' if self.also else ''}"
+        lost = f" in {self.of_loss}" if self.during == "loss" else ""
+        return f"{killed} in {self.phase}{f' of a {self.during}' if self.during else ''}{lost}"
 
 
 def nodes_of(generation: Event, kind: str, unit: str = "") -> list[int]:
     """Return the nodes of a generation that do something, in order; where a unit is told, something for that, too."""
     units: dict[int, set[str]] = {}
-    first: list[int] = []
+    chosen: dict[str, set[int]] = {each: set() for each in ("language", "first", "last", SHARDED, PARALLEL, ONE_DEVICE)}
     for pipeline in generation["pipelines"]:
         for stage in pipeline["stages"]:
-            units.setdefault(stage["node"], set()).add(stage["lane"].partition(".")[0])
-        first.append(next(each["node"] for each in pipeline["stages"] if each["lane"].startswith(LANGUAGE)))
-    chosen = {
-        "encoder": [node for node, of_node in units.items() if LANGUAGE not in of_node],
-        "language": first,
-        "rank 0": generation["pipelines"][0]["nodes"][:1],
-        "any": list(units),
-    }
+            units.setdefault(stage["node"], set()).add(stage.get("lane", LANGUAGE).partition(".")[0])
+            chosen[way_of(stage)].add(stage["node"])
+        language = (each["node"] for each in pipeline["stages"] if each.get("lane", LANGUAGE).startswith(LANGUAGE))
+        chosen["language"].add(next(language))
+        if len(pipeline["nodes"]) > 1:
+            chosen["first"].add(pipeline["stages"][0]["node"])
+            chosen["last"].add(pipeline["stages"][-1]["node"])
+    chosen["encoder"] = {node for node, of_node in units.items() if LANGUAGE not in of_node}
+    chosen["rank 0"] = {generation["pipelines"][0]["nodes"][0]}
+    chosen["any"] = {*units}
     return sorted(node for node in chosen[kind] if not unit or unit in units[node])
+
+
+def ways_of(generation: Event) -> str:
+    """Return who has which part of the pipelines of a generation, and how."""
+    pipelines = [
+        ", ".join(f"{stage['node']} {stage.get('lane', way_of(stage))}" for stage in pipeline["stages"])
+        for pipeline in generation["pipelines"]
+    ]
+    return "; ".join(pipelines)
+
+
+def way_of(stage: Event) -> str:
+    """Return how a node's workers share a stage."""
+    if stage.get("num_workers", 1) == 1:
+        return ONE_DEVICE
+    return SHARDED if stage.get("sharded", False) else PARALLEL
 
 
 class Drills:
@@ -106,10 +135,12 @@ class Drills:
         self._num_ready = self._num_again = 0
         self._there: set[int] = set()
         self._gone: set[int] = set()
+        self._pids: set[int] = set()
         self._generation: Event = {}
         self._steps = 0
         self._drill: Drill | None = None
         self._awaited: set[int] = set()
+        self._leaving: int | None = None
         self._is_over = False
         self.missed: list[str] = []
         self.killed: list[int] = []
@@ -118,8 +149,13 @@ class Drills:
         """Take in an event of the job."""
         if event["kind"] == "generation":
             self._generation, self._steps = event, 0
+            if self._leaving is not None:
+                launcher.remove_node(self._leaving)
+                self._leaving = None
         elif event["kind"] == "node_connected":
             self._there.add(event["node"])
+            self._num_started += event["pid"] in self._pids  # it comes back when one of its workers was killed
+            self._pids.add(event["pid"])
         elif event["kind"] == "node_ready":
             self._num_ready += 1
             if self._num_ready == self._num_started:
@@ -156,7 +192,7 @@ class Drills:
         if is_idle and self._num_again < _MOST_AGAIN:
             self._num_again += 1
             self._left.insert(0, drill)
-        elif is_idle or self._steps > _MOST_STEPS:
+        elif is_idle or self._steps > _MOST_STEPS[bool(drill.during)]:
             self.missed.append(f"{drill}: its moment did not come")
         else:
             return
@@ -176,13 +212,16 @@ class Drills:
     def _begin(self, launcher: Launcher, drill: Drill) -> None:
         found = self._victims(drill)
         if found is None:
-            self.missed.append(f"{drill}: there is no such node in {self._generation['pipelines']}")
+            self.missed.append(f"{drill}: there is no such node in {ways_of(self._generation)}")
             return
         killed, other = found
         self._drill, self._awaited = drill, {*killed, *other}
-        self.killed += killed
-        for node in killed:
-            launcher.inject(Injection(node=node, at_phase=drill.phase))
+        if drill.phase == LEAVES:
+            (self._leaving,) = killed
+        else:
+            self.killed += killed
+            for node in killed:
+                launcher.inject(Injection(node=node, at_phase=drill.phase, worker_only=drill.worker_only))
         if drill.during == "join":
             self._add_node(launcher)
         for node in other:
@@ -190,10 +229,12 @@ class Drills:
                 launcher.remove_node(node)
             else:
                 self.killed.append(node)
-                launcher.inject(Injection(node=node, at_phase="backward"))
+                launcher.inject(Injection(node=node, at_phase=drill.of_loss))
 
     def _victims(self, drill: Drill) -> tuple[list[int], list[int]] | None:
         """Return who is to be killed in the phase, and who is to go so that there is one; all states stay held."""
+        if drill.kind == JOINER:
+            return [max(self._there) + 1], []
         nodes = nodes_of(self._generation, drill.kind, drill.phase.rpartition(".")[0])
         while nodes:
             first = self._choose(nodes)
@@ -225,8 +266,8 @@ class Drilled:
     Args:
         run: The run.
         missed: Drills for which there was no node, or whose moment did not come.
-        wrong: What must not be; nothing if each failure cost a step at most, nobody was restarted and the parameters
-            are those of one process.
+        wrong: What must not be; nothing if each failure cost a step at most, no state was lost, nobody was restarted
+            and the parameters are those of one process.
     """
 
     run: Run
@@ -256,31 +297,57 @@ def run_drills(
         tp: How many of them share each microbatch.
         choose: Takes one of several nodes.
     """
-    coming, fewest = directory / "coming", FEWEST.get(planner, 2) if fewest is None else fewest
-    arguments = ("--planner", planner, "--min-pipeline-nodes", str(fewest), *JOB, *arguments)
-    nodes = 2 * fewest + 2
-    told = Drills(drills, nodes, 2 * fewest, coming, choose)
-    more = ("--slowly-while", str(coming), "--steps", "100000")
-    directory.mkdir(parents=True, exist_ok=True)
-    run = run_job(
-        directory / "run",
-        *arguments,
-        *more,
+    fewest = FEWEST.get(planner, 2) if fewest is None else fewest
+    return drill_job(
+        directory,
+        drills,
+        *("--planner", planner, "--min-pipeline-nodes", str(fewest), *JOB, *arguments),
         script=SCRIPT,
-        nodes=nodes,
+        nodes=2 * fewest + 2,
+        fewest=2 * fewest,
+        choose=choose,
         workers_per_node=workers_per_node,
         tp=tp,
-        act=told.on_event,
     )
+
+
+def drill_job(
+    directory: Path,
+    drills: Sequence[Drill],
+    *arguments: str,
+    script: Path,
+    nodes: int,
+    fewest: int,
+    choose: Callable[[list[int]], int],
+    **options: Any,
+) -> Drilled:
+    """Run any job through drills, then as one process.
+
+    Args:
+        directory: Of both runs.
+        drills: What is done to it, in order.
+        arguments: Of its script, which takes ``--steps`` and ``--slowly-while`` besides.
+        script: The job's.
+        nodes: That it begins with.
+        fewest: Nodes that it needs.
+        choose: Takes one of several nodes.
+        options: Of :func:`tests.integration.harness.run_job`.
+    """
+    coming = directory / "coming"
+    told = Drills(drills, nodes, fewest, coming, choose)
+    more = ("--slowly-while", str(coming), "--steps", "100000")
+    directory.mkdir(parents=True, exist_ok=True)
+    run = run_job(directory / "run", *arguments, *more, script=script, nodes=nodes, act=told.on_event, **options)
     if not run.reason.startswith("interrupted (enough)"):
         return Drilled(run=run, missed=told.missed, wrong=[f"it ended: {run.reason}"])
     check_survivors(run)
     recoveries, steps = run.report["recoveries"], max(run.losses)
     wrong = [f"{each['lost_steps']} steps lost in {each['cause']}" for each in recoveries if each["lost_steps"] > 1]
+    wrong += [each["text"] for each in run.of_kind("output") if "nobody holds" in each["text"]]
     fired = sorted({failure["node"] for failure in run.failures})  # two workers of a node may be at the place at once
     if fired != sorted(told.killed):
         wrong.append(f"killed were {fired}, not {sorted(told.killed)}")
-    run_alone(directory / "alone", *arguments, "--steps", str(steps), script=SCRIPT)
+    run_alone(directory / "alone", *arguments, "--steps", str(steps), script=script)
     _, relative = compare_parameters(run.directory, directory / "alone")
     if not relative <= TOLERANCE:
         wrong.append(f"parameters differ by {relative} after {steps} steps")

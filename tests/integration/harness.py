@@ -90,6 +90,19 @@ class Processes:
             return
 
 
+def run_limited(line: Sequence[str], log: Path, limit_s: float) -> int:
+    """Run a command line, with its output in a file; return its exit code, -SIGKILL if it took longer."""
+    with log.open("wb") as file:
+        job = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return job.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            family = Processes()  # the nodes do not die with their launcher
+            family.take_in_children(job.pid)
+            family.kill()
+            return job.wait()
+
+
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

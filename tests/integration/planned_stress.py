@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,15 +20,16 @@ from pathlib import Path
 from rich.console import Console
 
 from resilient.planners.registry import AUTO, PLANNERS
+from resilient.protocol.phases import AT_BEGINNING, IN_STEP
 from tests.integration.drills import FEWEST, Drill, run_drills
-from tests.integration.harness import Processes
+from tests.integration.harness import run_limited
 
 NUM_DRILLS = 5
 KINDS = ("encoder", "language", "rank 0", "any")
-IN_STEP = ("forward", "send", "backward", "part", "weight", "return", "reduce", "prepare", "commit")
-AT_BEGINNING = ("regroup", "copy", "assign")
+OF_SHARDED, OF_SHARED = ("gather", "scatter"), ("exchange",)
+"""Phases to which only workers come that divide what they do, or share it."""
 
-
+OF_ALL = tuple(phase for phase in IN_STEP if phase not in (*OF_SHARDED, *OF_SHARED))
 SHARDING = ("resilient", AUTO)
 """Planners that may have the workers of a node divide all units."""
 
@@ -43,6 +43,7 @@ class DrawnJob:
         arguments: Of its script, beside the usual ones.
         fewest: Nodes of the smallest pipelines asked for.
         workers_per_node: Of each node.
+        tp: How many of them share each microbatch.
         drills: What is done to it.
     """
 
@@ -50,10 +51,11 @@ class DrawnJob:
     arguments: tuple[str, ...]
     fewest: int
     workers_per_node: int
+    tp: str
     drills: tuple[Drill, ...]
 
     def __str__(self) -> str:
-        nodes = f"pipelines of {self.fewest} or more nodes of {self.workers_per_node}"
+        nodes = f"pipelines of {self.fewest} or more nodes of {self.workers_per_node}, tp {self.tp}"
         return f"{' '.join((self.planner, *self.arguments))}, {nodes}: {', '.join(map(str, self.drills))}"
 
 
@@ -67,22 +69,33 @@ def draw(seed: int, planner: str | None) -> tuple[DrawnJob, random.Random]:
     drawn = rng.choice([*PLANNERS, AUTO])
     planner = planner or drawn
     arguments = ["--schedule", rng.choice(("1f1b", "zb-h1")), *rng.choice([[], [], ["--frozen"]])]
+    arguments += ["--checkpoint-every", "3"]
+    workers = rng.choice((1, 2, 2))
+    tp = rng.choice(("1", "2", "auto"))
+    always = rng.choice((True, False))
+    if planner in SHARDING and workers > 1 and always:  # whatever is faster
+        arguments, tp = [*arguments, "--always", "sharded"], "1"
+    elif workers == 1:
+        tp = "1"
+    elif tp == "auto":
+        arguments.append("--divided")
+    special = OF_SHARDED if "sharded" in arguments else OF_SHARED if tp != "1" else ()
     drills: list[Drill] = []
     for _ in range(NUM_DRILLS):
         during = rng.choice(("", "", "", "loss", "join", "leave"))
-        phase = rng.choice(AT_BEGINNING if during else IN_STEP)
+        phase, instead = rng.choice(AT_BEGINNING if during else OF_ALL), rng.choice((0, 0, 1, 2))
+        if instead and special and not during:
+            phase = special[-instead % len(special)]
         also = "" if during else rng.choice(("", "", "encoder", "language", "any"))
-        drills.append(Drill(kind=rng.choice(KINDS), phase=phase, during=during, also=also))
-    workers = rng.choice((1, 1, 2))
-    always = rng.choice((True, False))
-    if planner in SHARDING and workers > 1 and always:  # whatever is faster
-        arguments += ["--always", "sharded"]
+        kind, worker_only = rng.choice(KINDS), rng.choice((True, False))
+        drills.append(Drill(kind=kind, phase=phase, during=during, also=also, worker_only=worker_only))
     fewest = -(-FEWEST.get(planner, 2) // workers)
     job = DrawnJob(
         planner=planner,
         arguments=tuple(arguments),
         fewest=fewest,
         workers_per_node=workers,
+        tp=tp,
         drills=tuple(drills),
     )
     return job, rng
@@ -101,6 +114,7 @@ def drilled(seed: int, planner: str | None, root: Path) -> tuple[bool, str]:
         *job.arguments,
         fewest=job.fewest,
         workers_per_node=job.workers_per_node,
+        tp=job.tp,
         choose=rng.choice,
     )
     missed = f" ({'; '.join(found.missed)})" if found.missed else ""
@@ -130,19 +144,9 @@ def main() -> int:
         line = [sys.executable, "-m", "tests.integration.planned_stress", "--here", "--seed", str(seed)]
         line += ["--planner", options.planner] if options.planner else []
         log = root / f"seed-{seed}.log"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                [*line, "--run-dir", str(root)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                process.wait(options.limit_s)
-            except subprocess.TimeoutExpired:
-                family = Processes()  # the nodes do not die with their launcher
-                family.take_in_children(process.pid)
-                family.kill()
-                process.wait()
-        said = f"killed after {options.limit_s:.0f} s" if process.returncode < 0 else log.read_text().strip()
-        num_wrong += process.returncode != 0
+        exit_code = run_limited([*line, "--run-dir", str(root)], log, options.limit_s)
+        said = f"killed after {options.limit_s:.0f} s" if exit_code < 0 else log.read_text().strip()
+        num_wrong += exit_code != 0
         console.print(f"seed {seed}: {job}: {said}", markup=False, soft_wrap=True)
         seed += 1
     console.print(f"{seed - options.seed} runs, {num_wrong} wrong; see {root}", markup=False, soft_wrap=True)

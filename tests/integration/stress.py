@@ -11,10 +11,8 @@ import argparse
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +24,14 @@ from resilient.errors import ResilientError
 from resilient.observability.event_log import read_events
 from resilient.observability.run_comparison import compare_runs
 from resilient.observability.run_report import build_run_report
-from tests.integration.harness import Processes, spare_nodes
+from tests.integration.degrees.mixed_drills import draw
+from tests.integration.harness import run_limited, spare_nodes
 
 IN_STEP = ("forward", "send", "backward", "return", "reduce", "prepare", "commit")
-IN_RECOVERY = ("regroup", "copy", "assign")
+OF_MIXED = ("gather", "scatter", "exchange")
+"""Where only nodes of some methods come to."""
+IN_RECOVERY = ("regroup", "connect", "copy", "verify", "assign")
+KILLED = "killed, as it took too long"
 TOLERANCE = 1e-9
 STEPS = 12
 CHAIN = Path(__file__).parent / "jobs" / "chain.py"
@@ -46,7 +48,6 @@ class Result:
     seed: int
     injections: tuple[str, ...]
     directory: Path
-    seconds: float
     wrong: str
     recoveries_ms: tuple[float, ...] = ()
 
@@ -71,7 +72,7 @@ def choose_injections(seed: int, reference: Path, in_step: tuple[str, ...] = IN_
 
 def run_once(seed: int, options: argparse.Namespace, reference: Path | None, directory: Path) -> Result:
     """Run the job once, with the seed's failures when there is a reference to compare with."""
-    in_step = (*IN_STEP, "gather") if options.mixed else IN_STEP
+    in_step = (*IN_STEP, *OF_MIXED) if options.mixed else IN_STEP
     injections = choose_injections(seed, reference, in_step) if reference else ()
     script, arguments = (example_script(), VLM_ARGUMENTS) if options.vlm else (CHAIN, ("--steps", str(STEPS)))
     if options.mixed:
@@ -80,24 +81,33 @@ def run_once(seed: int, options: argparse.Namespace, reference: Path | None, dir
     line += ["--run-dir", str(directory), *(MIXED_OPTIONS if options.mixed else ())]
     line += [word for text in injections for word in ("--inject", text)]
     directory.mkdir(parents=True)
-    began = time.monotonic()
-    with (directory / "output.log").open("wb") as log:
-        job = subprocess.Popen([*line, str(script), *arguments], stdout=log, stderr=log, start_new_session=True)
-        try:
-            job.wait(options.limit_s)
-        except subprocess.TimeoutExpired:
-            family = Processes()  # the nodes do not die with their launcher
-            family.take_in_children(job.pid)
-            family.kill()
-            job.wait()
-    seconds = time.monotonic() - began
-    wrong = f"killed after {options.limit_s} s" if job.returncode == -signal.SIGKILL else ""
-    recoveries: tuple[float, ...] = ()
-    if not wrong:
-        recoveries, wrong = check(job.returncode, directory, reference)
-    return Result(
-        seed=seed, injections=injections, directory=directory, seconds=seconds, wrong=wrong, recoveries_ms=recoveries
-    )
+    exit_code = run_limited([*line, str(script), *arguments], directory / "output.log", options.limit_s)
+    recoveries, wrong = check(exit_code, directory, reference) if exit_code != -signal.SIGKILL else ((), KILLED)
+    return Result(seed=seed, injections=injections, directory=directory, wrong=wrong, recoveries_ms=recoveries)
+
+
+def drill_once(seed: int, options: argparse.Namespace, directory: Path) -> Result:
+    """Run the drills of a seed (:mod:`tests.integration.degrees.mixed_drills`)."""
+    directory.mkdir(parents=True)
+    log = directory / "output.log"
+    line = [
+        sys.executable,
+        "-m",
+        "tests.integration.degrees.mixed_drills",
+        "--seed",
+        str(seed),
+        "--run-dir",
+        str(directory),
+    ]
+    exit_code = run_limited(line, log, options.limit_s)
+    wrong, recoveries = KILLED if exit_code == -signal.SIGKILL else "", ()
+    if exit_code == 0:
+        report = build_run_report(read_events(directory / "run" / "events.jsonl"))
+        recoveries = tuple(recovery["total_ms"] for recovery in report["recoveries"])
+    elif not wrong:
+        wrong = (log.read_text().splitlines() or [f"exit code {exit_code}"])[-1]
+    drills = tuple(map(str, draw(seed)[0].drills))
+    return Result(seed=seed, injections=drills, directory=directory, wrong=wrong, recoveries_ms=recoveries)
 
 
 def check(exit_code: int, directory: Path, reference: Path | None) -> tuple[tuple[float, ...], str]:
@@ -136,27 +146,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=50, help="runs, each with its own failures")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next seed")
-    parser.add_argument("--nodes", type=int, default=6)
+    parser.add_argument("--nodes", type=int, help="4 with --mixed, whose plan for 6 is all tensor parallel; else 6")
     job = parser.add_mutually_exclusive_group()
     job.add_argument("--vlm", action="store_true", help="train the example instead of the small chain")
     job.add_argument(
         "--mixed", action="store_true", help="train with sharded beside tensor-parallel nodes of 2 workers"
     )
-    parser.add_argument("--limit-s", type=float, default=60.0, help="time limit of a run")
+    job.add_argument(
+        "--drills",
+        action="store_true",
+        help="failures one after the other, with joins between, where methods are mixed",
+    )
+    parser.add_argument("--limit-s", type=float, help="time limit of a run, 60 by default; 300 with --drills")
     parser.add_argument("--run-dir", type=Path, help="where the runs go; a new temporary folder by default")
     options = parser.parse_args()
+    options.nodes = options.nodes or (4 if options.mixed else 6)
+    options.limit_s = options.limit_s or (300.0 if options.drills else 60.0)
     console = Console(highlight=False)
     root = options.run_dir or Path(tempfile.mkdtemp(prefix="resilient-stress-"))
-    reference = run_once(-1, options, None, root / "reference")
-    if reference.wrong:
+    reference = None if options.drills else run_once(-1, options, None, root / "reference")
+    if reference is not None and reference.wrong:
         console.print(f"the failure-free run: {reference.wrong}; see {reference.directory}", markup=False)
         return 1
     results: list[Result] = []
     for seed in range(options.seed, options.seed + options.repeats):
-        result = run_once(seed, options, reference.directory, root / f"seed-{seed}")
+        folder = root / f"seed-{seed}"
+        result = (
+            drill_once(seed, options, folder)
+            if reference is None
+            else run_once(seed, options, reference.directory, folder)
+        )
         results.append(result)
-        times = ", ".join(f"{recovery:.0f} ms" for recovery in result.recoveries_ms)
-        failures = " and ".join(result.injections)
+        times = ", ".join(f"{recovery:.0f} ms" for recovery in result.recoveries_ms) or "no failure came to pass"
+        failures = "; ".join(result.injections)
         console.print(f"seed {seed}: {failures}: {result.wrong or times}", markup=False, soft_wrap=True)
         if result.wrong:
             console.print(f"  again: --repeats 1 --seed {seed}; see {result.directory}", markup=False, soft_wrap=True)

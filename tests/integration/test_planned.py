@@ -15,7 +15,7 @@ from resilient.planners.registry import AUTO
 from resilient.protocol.phases import PHASES
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.testing import fail_at
-from tests.integration.drills import FEWEST, SCRIPT, Drill, run_drills
+from tests.integration.drills import FEWEST, JOINER, SCRIPT, Drill, run_drills
 from tests.integration.harness import (
     Event,
     Run,
@@ -150,7 +150,7 @@ DRILLS = {
         Drill(kind="encoder", phase="part"),
         Drill(kind="encoder", phase="reduce", also="language"),
         Drill(kind="encoder", phase="prepare"),
-        Drill(kind="rank 0", phase="commit"),
+        Drill(kind="rank 0", phase="save"),
         Drill(kind="language", phase="copy", during="leave"),
         Drill(kind="encoder", phase="regroup", during="join"),
     ),
@@ -173,16 +173,16 @@ DRILLS = {
         Drill(kind="language", phase="prepare", also="any"),
     ),
     "orchmllm": (  # all units on every node, whose two workers share each cell; features cross pipelines
-        Drill(kind="any", phase="vision.send"),
+        Drill(kind="any", phase="exchange"),
         Drill(kind="rank 0", phase="llm.backward", also="any"),
-        Drill(kind="any", phase="copy", during="join"),
+        Drill(kind=JOINER, phase="verify", during="join"),
         Drill(kind="rank 0", phase="regroup", during="loss"),
     ),
     "sharded": (  # all units on every node, whose two workers divide them
         Drill(kind="any", phase="gather"),
-        Drill(kind="rank 0", phase="vision.backward"),
+        Drill(kind="rank 0", phase="scatter"),
         Drill(kind="any", phase="copy", during="join"),
-        Drill(kind="rank 0", phase="regroup", during="loss"),
+        Drill(kind="rank 0", phase="connect", during="loss"),
     ),
 }
 """Every phase, of nodes of every kind, one after the other in a job of each planner."""
@@ -205,7 +205,7 @@ def test_planned_job_through_failures_of_every_kind(
     asked, fewest = ALWAYS.get(planner, (planner, 1 if planner in SHARED else FEWEST.get(planner, 2)))
     schedule = ("--schedule", "zb-h1") if planner in ("resilient", "interleaved") else ()
     always = ("--always", planner) if planner in ALWAYS else ()
-    ahead = ("--read-ahead", "3") if planner == "entrain" else ()
+    ahead = ("--read-ahead", "3", "--checkpoint-every", "5") if planner == "entrain" else ()
     if always:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments, degree = (*schedule, *always, *ahead), SHARED.get(planner, 1)
@@ -223,7 +223,7 @@ def test_drills_come_to_every_phase() -> None:
     phases = {drill.phase.rpartition(".")[2] for drill in drilled}
     assert phases == set(PHASES)
     assert {drill.during for drill in drilled} == {"", "loss", "join", "leave"}
-    assert {drill.kind for drill in drilled} == {"encoder", "language", "rank 0", "any"}
+    assert {drill.kind for drill in drilled} == {"encoder", "language", "rank 0", "any", JOINER}
 
 
 @pytest.fixture(scope="module")

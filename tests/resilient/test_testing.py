@@ -56,9 +56,9 @@ def test_failure_is_described() -> None:
         ({"step": 1, "worker_only": 1},
          "worker_only must be True or False, got 1; leave it out to kill the whole node"),
         ({"step": 1, "phase": "lunch"},
-         "phase must be one of forward, send, backward, part, weight, return, gather, reduce, prepare, commit, "
-         "regroup, copy, assign, got 'lunch'; choose one; of one unit, as in vision.forward: forward, send, "
-         "backward, part, weight, return"),
+         "phase must be one of forward, send, backward, part, weight, return, gather, scatter, exchange, "
+         "reduce, prepare, commit, save, regroup, connect, copy, verify, assign, got 'lunch'; choose one; of one unit, "
+         "as in vision.forward: forward, send, backward, part, weight, return"),
     ],
 )  # fmt: skip
 def test_failure_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:

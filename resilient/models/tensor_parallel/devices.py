@@ -6,7 +6,7 @@ of tensors only; what is differentiated is :mod:`resilient.models.tensor_paralle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -45,6 +45,7 @@ class TensorDevices:
         group: The devices' ranks.
         num_chunks: In how many chunks tokens are exchanged, while the matrix products are computed that they feed or
             follow; in one, they are before or after that.
+        on_exchange: Called before each exchange.
 
     Attributes:
         index: This device's place among them.
@@ -52,12 +53,19 @@ class TensorDevices:
         num_chunks: As given.
     """
 
-    def __init__(self, comm: Exchanges, group: tuple[int, ...], num_chunks: int = 1) -> None:
+    def __init__(
+        self,
+        comm: Exchanges,
+        group: tuple[int, ...],
+        num_chunks: int = 1,
+        on_exchange: Callable[[], None] = lambda: None,
+    ) -> None:
         self._comm = comm
         self._group = group
         self.index = group.index(comm.rank)
         self.degree = len(group)
         self.num_chunks = num_chunks
+        self._on_exchange = on_exchange
 
     def own(self, size: int) -> slice:
         """Return this device's part of something."""
@@ -80,6 +88,7 @@ class TensorDevices:
 
     def start_gather(self, whole: Tensor, pieces: TokenPieces) -> Exchange:
         """Start to fill in a contiguous tensor ``[tokens, ...]`` those pieces that are not this device's."""
+        self._on_exchange()
         return self._comm.all_gather([whole[piece] for piece in pieces], self._group)
 
     def start_sum(self, total: Tensor, pieces: TokenPieces) -> Exchange:
@@ -87,6 +96,7 @@ class TensorDevices:
 
         The others stay as they are, and are to be until that is done.
         """
+        self._on_exchange()
         return self._comm.reduce_scatter([total[piece] for piece in pieces], self._group)
 
     def gather(self, part: Tensor, num_tokens: int) -> Tensor:

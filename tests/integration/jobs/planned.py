@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--broken", type=int)
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--checkpoint-every", type=int, default=0)
     parser.add_argument("--slowly-while", type=Path, metavar="FILE")
     parser.add_argument("--draws", action="store_true")
     parser.add_argument("--read-ahead", type=int, default=0, help="steps that data processes read; 0: none")
@@ -216,6 +217,7 @@ def main() -> None:
         global_batch=arguments.batch,
         microbatch=arguments.microbatch,
         max_failures=arguments.max_failures,
+        checkpoint_every=arguments.checkpoint_every,
         min_pipeline_nodes=arguments.min_pipeline_nodes,
         precision="fp64",
         clip_grad_norm=1.0,

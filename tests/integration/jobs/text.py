@@ -6,6 +6,7 @@ import argparse
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,10 +33,12 @@ class Sequences:
 
     Args:
         held: Samples that cannot be read before the worker knows that its generation ends.
+        slowly_while: While this file is there, samples take long to read.
     """
 
-    def __init__(self, held: frozenset[int]) -> None:
+    def __init__(self, held: frozenset[int], slowly_while: Path | None) -> None:
         self._held = held
+        self._slowly_while = slowly_while
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -43,6 +46,8 @@ class Sequences:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         while index in self._held and not chain.KnownGuard.last.ends():
             time.sleep(0.005)
+        if self._slowly_while is not None and self._slowly_while.exists():
+            time.sleep(0.03)
         tokens = [index % (VOCABULARY - 1) + 1, index // 7 % (VOCABULARY - 1) + 1]
         for _ in range(5 + index % 4):
             tokens.append((3 * tokens[-1] + tokens[-2]) % (VOCABULARY - 1) + 1)
@@ -96,6 +101,10 @@ def main() -> None:
     parser.add_argument("--max-failures", type=int, default=1)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--tp-chunks", type=int, default=1)
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--slowly-while", type=Path, metavar="FILE")
     parser.add_argument("--tied", action="store_true", help="head and embedding have one matrix")
     parser.add_argument("--change-after", type=int, help="this step waits until its worker was told of the change")
     parser.add_argument("--known-costs", action="store_true", help="plan with times that are not measured")
@@ -105,13 +114,14 @@ def main() -> None:
         divide_times()
     torch.set_num_threads(1)
     worker.GenerationGuard = chain.KnownGuard
-    sampler = StepSampler(num_samples=NUM_SAMPLES, global_batch=BATCH, seed=0)
+    sampler = StepSampler(num_samples=NUM_SAMPLES, global_batch=args.batch, seed=0)
     held = () if args.change_after is None else map(int, sampler.indices(args.change_after))
     trainer = rs.Trainer(
         build_model(args.blocks, tied=args.tied),
-        Sequences(frozenset(held)),
-        optimizer=rs.AdamW(lr=3e-3),
-        global_batch=BATCH,
+        Sequences(frozenset(held), args.slowly_while),
+        optimizer=rs.AdamW(lr=3e-3) if args.optimizer == "adamw" else rs.SGD(lr=1e-2, momentum=0.9),
+        global_batch=args.batch,
+        checkpoint_every=args.checkpoint_every,
         microbatch=2,
         max_failures=args.max_failures,
         min_pipeline_nodes=args.min_pipeline_nodes,
