@@ -343,12 +343,11 @@ class GlooCommunicator:
         self.check()
         while not wait([done], _SLICE.total_seconds()).done:
             self.check()
-        try:
-            done.result()
-        except CommunicationError as error:
-            raise self.failed(RuntimeError(error), () if error.peer is None else (error.peer,)) from error
-        except RuntimeError as error:
-            raise self.failed(error, group) from error
+        # not raised: by its traceback it would keep this frame, which keeps it, and so all groups
+        error = done.exception()
+        if error is not None:
+            peer = error.peer if isinstance(error, CommunicationError) else None
+            raise self.failed(RuntimeError(str(error)), group if peer is None else (peer,))
         self.check()
 
     def abort(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from resilient.comm.grid import WIDEST, GridLine, grid_lines
 from resilient.comm.interface import Group
 from resilient.comm.store_client import GenerationStore, StoreConnection
 from resilient.comm.store_messages import Answer, Forget, Request
+from resilient.errors import CommunicationError
 from tests.resilient.ranks import HOST, SECRET, as_threads, join
 
 
@@ -175,3 +179,30 @@ def test_what_a_rank_asks_of_the_store_and_whom_it_knows_does_not_grow_with_the_
     assert [len(comm.peers) for comm in comms if isinstance(comm, GlooCommunicator)] == [4] * 9
     del asked[Forget]
     assert sum(asked.values()) == 9 * (2 + 2 * 2), "to say where it is, to ask where its peers are; two for each line"
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_failed_sum_keeps_no_groups_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "WIDEST", 2)
+    world = (0, 1, 2)
+
+    def work(rank: int, address: str) -> weakref.ref[Communicator]:
+        store = GenerationStore(StoreClient(SECRET).take(address, 60.0), 1)
+        comm = GlooCommunicator(
+            generation=1, rank=rank, size=3, groups=[], store=store, host=HOST, timeout_s=60.0, pairs=[]
+        )
+        if rank != 2:
+            with pytest.raises(CommunicationError):
+                comm.all_reduce(torch.ones(4), world).wait()
+        comm.abort()
+        comm.close()
+        return weakref.ref(comm)
+
+    assert [kept() for kept in as_threads(3, work)] == [None] * 3
