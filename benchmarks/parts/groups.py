@@ -123,8 +123,8 @@ class Rank:
         return len(self._connections.groups)
 
     @property
-    def num_peers(self) -> int:
-        return len(self._connections.ranks) - 1
+    def num_connections(self) -> int:
+        return sum(len(group) - 1 for group in self._connections.groups) + len(self._connections.peers)
 
     async def meet(self, address: str, entering: asyncio.Semaphore) -> None:
         """Ask for what others leave, all that it may be connected to and those of its groups."""
@@ -193,8 +193,8 @@ async def measure(num_ranks: int, *, has_encoder: bool) -> Measured:
         ranks=len(ranks),
         groups=len(groups),
         meetings_of_a_rank=max(rank.num_meetings for rank in ranks),
-        connections=sum(rank.num_peers for rank in ranks) / len(ranks),
-        connections_of_a_rank=max(rank.num_peers for rank in ranks),
+        connections=sum(rank.num_connections for rank in ranks) / len(ranks),
+        connections_of_a_rank=max(rank.num_connections for rank in ranks),
         requests=sum(rank.num_requests for rank in ranks),
         sent_bytes=sum(rank.num_bytes for rank in ranks),
         met_s=met_s,
