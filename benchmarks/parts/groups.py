@@ -46,7 +46,7 @@ from resilient.comm.store_messages import (
 from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, nonce, proof
 from resilient.common.processes import allow_many_files
-from resilient.runtime.steps.exchanges import Rows, exchanging_pairs, lanes_of
+from resilient.runtime.steps.exchanges import LaneRows, exchanging_pairs, lanes_of
 from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan
@@ -112,7 +112,7 @@ def with_encoders(plan: Plan) -> Plan:
 class Rank:
     """One that meets the others, and goes no further."""
 
-    def __init__(self, number: int, lanes: tuple[PlanLanes, Rows], groups: Sequence[Group]) -> None:
+    def __init__(self, number: int, lanes: tuple[PlanLanes, LaneRows], groups: Sequence[Group]) -> None:
         self._number = number
         pairs = exchanging_pairs(*lanes, number)
         self._connections = connections_of(number, groups[0], groups, pairs)
@@ -178,7 +178,7 @@ async def measure(num_ranks: int, *, has_encoder: bool) -> Measured:
         plan = with_encoders(plan)
 
     @functools.cache
-    def lanes(pipeline: int | None) -> tuple[PlanLanes, Rows]:
+    def lanes(pipeline: int | None) -> tuple[PlanLanes, LaneRows]:
         return lanes_of(plan, pipeline or 0, FEEDS if has_encoder else None, trained)
 
     places = [None if has_encoder else slot.pipeline_index for slot in plan.slots]

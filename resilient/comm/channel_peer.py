@@ -36,7 +36,7 @@ class BrokenError(Exception):
     """A connection is of no more use; the text says why."""
 
 
-class Message:
+class ChannelMessage:
     """One message at one of its ends.
 
     Args:
@@ -109,15 +109,15 @@ class ChannelPeer:
     def __init__(self, rank: int, loop: asyncio.AbstractEventLoop) -> None:
         self._rank = rank
         self._loop = loop
-        self._receiving: _ByTag[Message] = _ByTag()
+        self._receiving: _ByTag[ChannelMessage] = _ByTag()
         self._early: _ByTag[bytearray] = _ByTag()
         """Short ones that nobody here waits for yet."""
-        self._sending: _ByTag[Message] = _ByTag()
+        self._sending: _ByTag[ChannelMessage] = _ByTag()
         """Long ones that nobody there waits for yet."""
         self._wanted: _ByTag[int] = _ByTag()
         """Long ones that somebody there waits for, and their sizes."""
-        self._live: set[Message] = set()
-        self._leaving: deque[tuple[memoryview, Message | None]] = deque()
+        self._live: set[ChannelMessage] = set()
+        self._leaving: deque[tuple[memoryview, ChannelMessage | None]] = deque()
         self._is_writable = False
         self._header = bytearray(_HEADER.size)
         self._space = memoryview(self._header)
@@ -153,7 +153,7 @@ class ChannelPeer:
         self._loop.add_reader(connection, self._read)
         self._write()
 
-    def post(self, message: Message) -> None:
+    def post(self, message: ChannelMessage) -> None:
         """Carry a message."""
         self._live.add(message)
         is_short_receipt = message.is_short and not message.is_sent
@@ -198,7 +198,7 @@ class ChannelPeer:
         why = "Connection closed by peer" if isinstance(error, EOFError) else str(error) or repr(error)
         self.end(f"connection to rank {self._rank}: {why}")
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: ChannelMessage) -> None:
         header = _HEADER.pack(_DATA, message.tag, message.num_bytes)
         if message.is_short:
             self._queue(header + message.data, message)
@@ -206,7 +206,7 @@ class ChannelPeer:
             self._leaving.append((memoryview(header), None))
             self._queue(message.data, message)
 
-    def _queue(self, data: bytes | memoryview, message: Message | None = None) -> None:
+    def _queue(self, data: bytes | memoryview, message: ChannelMessage | None = None) -> None:
         self._leaving.append((memoryview(data), message))
         if self._is_writable:
             self._write()
@@ -283,20 +283,20 @@ class ChannelPeer:
         else:
             self._land(message, data)
 
-    def _take_long(self, message: Message) -> None:
+    def _take_long(self, message: ChannelMessage) -> None:
         self._expect_header()
         self._pass(message)
 
-    def _land(self, message: Message, data: bytearray) -> None:
+    def _land(self, message: ChannelMessage, data: bytearray) -> None:
         _check_size(len(data), message)
         message.data[:] = data
         self._pass(message)
 
-    def _pass(self, message: Message) -> None:
+    def _pass(self, message: ChannelMessage) -> None:
         self._live.discard(message)
         message.end()
 
 
-def _check_size(num_bytes: int, message: Message) -> None:
+def _check_size(num_bytes: int, message: ChannelMessage) -> None:
     if num_bytes != message.num_bytes:
         raise BrokenError(f"it sent {num_bytes} bytes where {message.num_bytes} were expected")

@@ -22,7 +22,7 @@ from functools import partial
 
 from torch import Tensor
 
-from resilient.comm.channel_peer import ENDED, BrokenError, ChannelPeer, Message
+from resilient.comm.channel_peer import ENDED, BrokenError, ChannelMessage, ChannelPeer
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from resilient.common.network.ports import listen
 from resilient.common.network.reception import PAUSES_S, Reception
@@ -68,7 +68,7 @@ class Channels:
         """
         self._carrier.told = dict(told)
 
-    def send(self, tensor: Tensor, target: int, tag: int) -> Message:
+    def send(self, tensor: Tensor, target: int, tag: int) -> ChannelMessage:
         """Send a contiguous tensor in host memory; the target receives with the same tag and number of bytes.
 
         Args:
@@ -76,13 +76,13 @@ class Channels:
             target: Rank.
             tag: 0 .. 2^64 - 1.
         """
-        return self._start(Message(target, tag, tensor, self._timeout_s, is_sent=True))
+        return self._start(ChannelMessage(target, tag, tensor, self._timeout_s, is_sent=True))
 
-    def recv(self, tensor: Tensor, source: int, tag: int) -> Message:
+    def recv(self, tensor: Tensor, source: int, tag: int) -> ChannelMessage:
         """Receive into a contiguous tensor in host memory; see :meth:`send`."""
-        return self._start(Message(source, tag, tensor, self._timeout_s, is_sent=False))
+        return self._start(ChannelMessage(source, tag, tensor, self._timeout_s, is_sent=False))
 
-    def _start(self, message: Message) -> Message:
+    def _start(self, message: ChannelMessage) -> ChannelMessage:
         pair = tuple(sorted((self.rank, message.peer)))
         assert message.peer in self._carrier.told, f"ranks {pair} send each other tensors, of which neither was told"
         self._carrier.post(message)
@@ -108,12 +108,12 @@ class _Carrier:
         self._address, self._key = _parsed(own)
         self._peers: dict[int, ChannelPeer] = {}
         self._posting = threading.RLock()  # whatever is dropped in this thread meanwhile may stop it
-        self._posted: deque[Message] = deque()
+        self._posted: deque[ChannelMessage] = deque()
         self._is_over = False
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
 
-    def post(self, message: Message) -> None:
+    def post(self, message: ChannelMessage) -> None:
         """Carry a message; any thread may call it."""
         with self._posting:
             if not self._is_over:

@@ -28,7 +28,7 @@ from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.runtime.steps.assignments import Assignments
-from resilient.runtime.steps.exchanges import Rows, exchanging_pairs, goes_over_nccl, lanes_of, row_of
+from resilient.runtime.steps.exchanges import LaneRows, exchanging_pairs, goes_over_nccl, lanes_of, row_of
 from resilient.runtime.steps.learning import Learning
 from resilient.runtime.steps.planning import UnitPlanning
 from resilient.runtime.steps.steps import ChainSteps, Steps
@@ -310,7 +310,7 @@ def build_session(
     )
 
 
-def _lanes(context: WorkerContext, plan: Plan, slot: Slot) -> tuple[PlanLanes, Rows]:
+def _lanes(context: WorkerContext, plan: Plan, slot: Slot) -> tuple[PlanLanes, LaneRows]:
     trained = [context.layouts[spec.name].num_trainable > 0 for spec in context.job.model.layers]
     feeds = None if context.planning is None else context.planning.feeds
     return lanes_of(plan, slot.pipeline_index, feeds, trained)

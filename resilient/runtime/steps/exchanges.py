@@ -9,7 +9,7 @@ from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.templates.plan import Plan, Slot
 from resilient.templates.schedules.kind import CHUNK_KINDS
 
-Rows = Sequence[Sequence[Slot]]
+LaneRows = Sequence[Sequence[Slot]]
 """The places of each row's devices."""
 
 
@@ -25,7 +25,7 @@ def goes_over_nccl(plan: Plan, planner: str, schedule: str) -> bool:
 
 def lanes_of(
     plan: Plan, pipeline: int, feeds: Sequence[tuple[str, str]] | None, trained: Sequence[bool]
-) -> tuple[PlanLanes, Rows]:
+) -> tuple[PlanLanes, LaneRows]:
     """Return the lanes of all pipelines that one may exchange tensors with, and their rows.
 
     Args:
@@ -40,12 +40,12 @@ def lanes_of(
     return PlanLanes(plan, feeds, trained), plan.rows
 
 
-def row_of(rows: Rows, rank: int) -> int:
+def row_of(rows: LaneRows, rank: int) -> int:
     """Return the number of the row that a rank is in."""
     return next(number for number, devices in enumerate(rows) if rank in {device.rank for device in devices})
 
 
-def exchanging_pairs(lanes: PlanLanes, rows: Rows, rank: int) -> list[tuple[int, int]]:
+def exchanging_pairs(lanes: PlanLanes, rows: LaneRows, rank: int) -> list[tuple[int, int]]:
     """Return the pairs of ranks that may send each other tensors, this one's: devices of its stage, and of neighbours.
 
     Args:
