@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from resilient.comm import channel_peer
+from resilient.comm.channel_peer import ChannelPeer
 from resilient.comm.channels import Channels
 from resilient.errors import CommunicationError
 from tests.resilient.ranks import HOST
@@ -95,17 +96,29 @@ def test_ranks_that_all_begin_at_once_have_one_connection_for_each_two() -> None
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_message_of_which_a_part_has_come_fails_at_both_ends_when_one_leaves(pair: list[Channels], leaver: int) -> None:
+def test_message_of_which_a_part_has_come_fails_at_both_ends_when_one_leaves(
+    pair: list[Channels], leaver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gloo forgets it: then its receiver, and all that its group has, would stay until the timeout."""
-    for end in pair:  # of the kernel, so that a message stays under way while nobody reads
-        end.send(torch.ones(1), 1 - end.rank, 1).wait()
-    for end in pair:
-        end.recv(torch.ones(1), 1 - end.rank, 1).wait()
-    received = torch.zeros(64 * LONG, dtype=torch.uint8)
-    messages = [pair[0].send(torch.ones(64 * LONG, dtype=torch.uint8), 1, 2), pair[1].recv(received, 0, 2)]
-    while not received[0]:
-        time.sleep(0.0001)
+    size = 64 * LONG  # far over what the kernel holds
+    is_coming, goes_on = threading.Event(), threading.Event()
+    expect = ChannelPeer._expect
+
+    def expect_and_hold(self: ChannelPeer, space: memoryview, landed: Callable[[], None]) -> None:
+        expect(self, space, landed)
+        if len(space) == size:
+            is_coming.set()
+            assert goes_on.wait(60)
+
+    monkeypatch.setattr(ChannelPeer, "_expect", expect_and_hold)
+    monkeypatch.setattr(channel_peer, "_READS_AT_ONCE", 1)
+    received = torch.zeros(size, dtype=torch.uint8)
+    messages = [pair[0].send(torch.ones(size, dtype=torch.uint8), 1, 2), pair[1].recv(received, 0, 2)]
+    assert is_coming.wait(60)
     pair[leaver].abort()
+    if leaver == 0:
+        assert pair[leaver]._carrier.is_done.wait(60)
+    goes_on.set()
     told = []
     for message in messages:
         with pytest.raises(CommunicationError) as error:
