@@ -29,7 +29,7 @@ def connect(
     interrupted: queue.SimpleQueue[object],
     device: torch.device,
     num_sources: int = 0,
-    pairs: Sequence[tuple[int, int]] | None = (),
+    pairs: Sequence[tuple[int, int]] = (),
     on_group: Callable[[], None] = lambda: None,
 ) -> Communicator:
     """Build the groups of a generation together with all its other ranks.
@@ -46,8 +46,7 @@ def connect(
         interrupted: Anything put in here from another thread ends the wait for the peers.
         device: Where this worker's tensors are. NCCL is used where every rank has a GPU of its own.
         num_sources: Ranks after those that train: they are in no group, and only send.
-        pairs: Ranks that are to send each other tensors, at least this one's; they are connected now. None, on all
-            ranks, if any two may, but for tensors on a GPU of which NCCL is to send none.
+        pairs: Ranks that may send each other tensors, at least this one's. NCCL connects them now.
         on_group: Called, in another thread, before each group is made.
 
     Raises:
@@ -92,7 +91,7 @@ def connect(
         comm = NcclCommunicator(gloo, store, groups, timeout_s)
         met.append(comm)
         if not left_behind.is_set():
-            comm.meet(pairs or (), device)
+            comm.meet(pairs, device)
         return comm
 
     threading.Thread(target=build, name=f"connect-g{generation}", daemon=True).start()

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm import grid
+from resilient.comm.channels import Channels
 from resilient.comm.interface import Group, Pending, name_of
 from resilient.comm.own_sockets import let_nobody_else_in, listeners, shut_down_connections
 from resilient.comm.parts_exchange import PartsExchange
@@ -43,6 +44,8 @@ _TIMED_OUT = "Timed out"
 _RECOGNISE = 0
 _FIRST_EXCHANGE = 1 << 30
 """Tags from here on are those of exchanges of parts; gloo's have 31 bits, and no step or copy counts as far as this."""
+_TAGS_OF_A_GROUP = 1 << 31
+"""Of a group's sums along lines; the first are those of tensors that are sent."""
 _RECOGNISE_TIME = timedelta(seconds=30)
 _ADDRESS = re.compile(r"\[(?P<host>\S+)\]:(?P<port>\d+)")
 """As gloo writes those of sockets in its errors."""
@@ -104,8 +107,8 @@ def _serve_waits(works: queue.SimpleQueue[Any], results: queue.SimpleQueue[str |
 class GlooCommunicator:
     """Groups over gloo: one over all ranks (point-to-point, copies), one over those that train, one per further set.
 
-    Of more than ``grid.WIDEST`` ranks not all are connected to each other: sums go along the lines of a grid
-    (:mod:`resilient.comm.grid`), and each two ranks that send each other tensors are a group of their own.
+    Of more than ``grid.WIDEST`` ranks not all are connected to each other: sums of as many go along the lines of a grid
+    (:mod:`resilient.comm.grid`), and tensors are sent without gloo (:mod:`resilient.comm.channels`).
 
     Tensors on other devices are staged through host memory, so that several workers may share one GPU.
 
@@ -119,7 +122,7 @@ class GlooCommunicator:
         timeout_s: Last resort for an operation nothing else ends.
         gpu: Name of this worker's GPU, if it has one; ``own_gpus`` tells whether all ranks have, each its own.
         num_sources: Ranks after those that train.
-        pairs: Ranks that send each other tensors, at least this one's; None, on all ranks, if any two may.
+        pairs: Ranks that may send each other tensors, at least this one's.
         on_group: Called before each group is made.
     """
 
@@ -135,7 +138,7 @@ class GlooCommunicator:
         timeout_s: float,
         gpu: str = "",
         num_sources: int = 0,
-        pairs: Iterable[tuple[int, int]] | None = None,
+        pairs: Iterable[tuple[int, int]] = (),
         on_group: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
@@ -149,54 +152,50 @@ class GlooCommunicator:
         # torch reads it with the first group of the process: its record of the last 2000 operations, and of every group
         # there ever was, is megabytes
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        self._world = tuple(range(self.num_ranks))
+        groups = list(dict.fromkeys([self._world, tuple(range(size)), *groups]))
+        connections = grid.connections_of(rank, self._world, groups, pairs)
         with _creating_device:  # the connect thread of a generation that is over may be here too
+            self._channels = Channels(rank, host, timeout_s) if connections.peers else None
             before = listeners()
             self._device = ProcessGroupGloo.create_device(hostname=host)
             (self._address,) = listeners() - before
-        store.set(f"rank/{rank}", f"{self._address} {nonce().hex()} {gpu}")
+        told = self._channels.told if self._channels else "-"
+        store.set(f"rank/{rank}", f"{self._address} {nonce().hex()} {told} {gpu}")
         self._stores: list[Store] = [store]
-        self._world = tuple(range(self.num_ranks))
-        groups = [self._world, tuple(range(size)), *groups]
-        parts = grid.parts_to_connect(rank, self._world, groups, pairs)
-        self._is_mesh = (self._world, self._world) in parts
-        peers = sorted({rank, *(peer for _, ranks in parts for peer in ranks)})
-        told = store.multi_get([f"rank/{peer}" for peer in peers])
-        known = {peer: each.decode().split(" ", 2) for peer, each in zip(peers, told, strict=True)}
-        self.peers = {address: peer for peer, (address, _, _) in known.items() if peer != rank}
+        answers = store.multi_get([f"rank/{peer}" for peer in connections.ranks])
+        known = {peer: each.decode().split(" ", 3) for peer, each in zip(connections.ranks, answers, strict=True)}
+        self.peers = {address: peer for peer, (address, _, _, _) in known.items() if peer != rank}
         try:
-            self._groups: dict[grid.Connected, ProcessGroupGloo] = {}
-            for part in parts:
+            self._groups: dict[Group, ProcessGroupGloo] = {}
+            for group in connections.groups:
                 on_group()
-                self._groups[part] = self._build(store, part, timeout_s)
-            nonces = {peer: bytes.fromhex(number) for peer, (_, number, _) in known.items()}
-            for part in self._groups:
-                self._recognise(part, nonces)
+                self._groups[group] = self._build(store, group, timeout_s)
+            nonces = {peer: bytes.fromhex(number) for peer, (_, number, _, _) in known.items()}
+            for group in self._groups:
+                self._recognise(group, nonces)
             let_nobody_else_in(self._address)
         except RuntimeError as error:
             raise self.failed(error) from error
-        self._sums = {
-            group: grid.GridSums(
-                [(line, self._groups[group, line.ranks]) for line in grid.grid_lines(group, rank, grid.WIDEST)], rank
-            )
-            for group in dict.fromkeys(groups)
-            if rank in group and len(group) > grid.WIDEST
-        }
-        if self._is_mesh:
-            gpus = {name for _, _, name in known.values()}
+        self._sums: dict[Group, grid.GridSums] = {}
+        if self._channels is None:
+            gpus = {name for _, _, _, name in known.values()}
             self.own_gpus = "" not in gpus and len(gpus) == self.num_ranks
-        else:
-            self.own_gpus = self._all_have_own(gpu, store)
+            return
+        self._channels.meet({peer: known[peer][2] for peer in connections.peers})
+        for number, group in enumerate(groups):
+            if rank in group and group not in self._groups:
+                lines = grid.grid_lines(group, rank, grid.WIDEST)
+                self._sums[group] = grid.GridSums(lines, self._channels, (number + 1) * _TAGS_OF_A_GROUP)
+        self.own_gpus = self._all_have_own(gpu, store)
 
-    def _build(self, store: GenerationStore, part: grid.Connected, timeout_s: float) -> ProcessGroupGloo:
-        group, ranks = part
-        index, size = ranks.index(self.rank), len(ranks)
-        own_store = GroupStore(store, name_of(group if group == ranks else part), index, size)
+    def _build(self, store: GenerationStore, group: Group, timeout_s: float) -> ProcessGroupGloo:
+        index, size = group.index(self.rank), len(group)
+        own_store = GroupStore(store, name_of(group), index, size)
         self._stores.append(own_store)
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [self._device]
         options._timeout = timedelta(seconds=timeout_s)
-        if group != ranks:
-            options._threads = 1  # they are for collectives
         return ProcessGroupGloo(own_store, index, size, options)
 
     def _all_have_own(self, gpu: str, store: GenerationStore) -> bool:
@@ -212,46 +211,36 @@ class GlooCommunicator:
         self.all_reduce(total, self._world).wait()
         return total.item()
 
-    def _recognise(self, part: grid.Connected, nonces: Mapping[int, bytes]) -> None:
-        """Have all of a part show each other that they have read in the store what only ranks can read.
+    def _recognise(self, group: Group, nonces: Mapping[int, bytes]) -> None:
+        """Have all of a group show each other that they have read in the store what only ranks can read.
 
         Gloo takes whoever connects first for a rank: who did is known once this has returned.
 
         Args:
-            part: What this rank has connected.
+            group: Of this rank, just connected.
             nonces: Of its ranks.
 
         Raises:
             CommunicationError: Somebody else than the rank answers.
             RuntimeError: Nobody does.
         """
-        backend: Any = self._groups[part]
-        _, ranks = part
-        peers = [(peer, index) for index, peer in enumerate(ranks) if peer != self.rank]
+        backend: Any = self._groups[group]
+        peers = [(peer, index) for index, peer in enumerate(group) if peer != self.rank]
         shown = {peer: torch.zeros(PROOF_BYTES, dtype=torch.uint8) for peer, _ in peers}
         works = [backend.recv([shown[peer]], index, _RECOGNISE) for peer, index in peers]
         for peer, index in peers:
-            ours = proof(nonces[peer], str(self.rank).encode(), str(ranks).encode())
+            ours = proof(nonces[peer], str(self.rank).encode(), str(group).encode())
             work = backend.send([torch.tensor(list(ours), dtype=torch.uint8)], index, _RECOGNISE)
             works.append(work)
         for work in works:
             work.wait(_RECOGNISE_TIME)
         for peer, theirs in shown.items():
-            if not is_proof(bytes(theirs.tolist()), nonces[self.rank], str(peer).encode(), str(ranks).encode()):
+            if not is_proof(bytes(theirs.tolist()), nonces[self.rank], str(peer).encode(), str(group).encode()):
                 what = f"rank {self.rank}: who connected as rank {peer} is somebody else"
                 raise CommunicationError(what, generation=self._generation)
 
     def _group(self, group: Group) -> Any:  # torch's stubs leave out the operations of a backend used by itself
-        return self._groups[group, group]
-
-    def _to(self, peer: int) -> tuple[Any, int]:
-        """Return the backend over which tensors go to and from a rank, and its place there."""
-        self.check()
-        if self._is_mesh:
-            return self._group(self._world), peer
-        pair = (min(self.rank, peer), max(self.rank, peer))
-        assert ((), pair) in self._groups, f"ranks {pair} send each other tensors and were not connected for it"
-        return self._groups[(), pair], pair.index(peer)
+        return self._groups[group]
 
     def check(self) -> None:
         """Raise when the generation was aborted."""
@@ -285,16 +274,24 @@ class GlooCommunicator:
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         staged = tensor.cpu()
-        backend, place = self._to(target)
-        work = self._issue(lambda: backend.send([staged], place, tag), (target,))
-        return _GlooPending(partial(self._wait_for_transfer, target), work, staged, None)
+        if (channels := self._channels) is not None:
+            wait = self._wait_for_message
+            work = self._issue(lambda: channels.send(staged, target, tag), (target,))
+        else:
+            wait = self._wait_for_transfer
+            work = self._issue(lambda: self._group(self._world).send([staged], target, tag), (target,))
+        return _GlooPending(partial(wait, target), work, staged, None)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
         staged = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         landing = None if staged is tensor else tensor
-        backend, place = self._to(source)
-        work = self._issue(lambda: backend.recv([staged], place, tag), (source,))
-        return _GlooPending(partial(self._wait_for_transfer, source), work, staged, landing)
+        if (channels := self._channels) is not None:
+            wait = self._wait_for_message
+            work = self._issue(lambda: channels.recv(staged, source, tag), (source,))
+        else:
+            wait = self._wait_for_transfer
+            work = self._issue(lambda: self._group(self._world).recv([staged], source, tag), (source,))
+        return _GlooPending(partial(wait, source), work, staged, landing)
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         staged = tensor.cpu()
@@ -331,6 +328,15 @@ class GlooCommunicator:
             raise self.failed(error, (peer,)) from error
         self.check()
 
+    def _wait_for_message(self, peer: int, message: Any) -> None:
+        self.check()
+        try:
+            message.wait()
+        except CommunicationError as error:
+            self.check()
+            raise self.failed(RuntimeError(str(error)), (peer,)) from error
+        self.check()
+
     def _wait_for_collective(self, group: Group, work: Any) -> None:
         self.check()
         while not work.is_completed():
@@ -348,17 +354,18 @@ class GlooCommunicator:
         self.check()
         while not wait([done], _SLICE.total_seconds()).done:
             self.check()
-        try:
-            done.result()
-        except CommunicationError as error:
-            raise self.failed(RuntimeError(error), () if error.peer is None else (error.peer,)) from error
-        except RuntimeError as error:
-            raise self.failed(error, group) from error
+        # not raised: by its traceback it would keep this frame, which keeps it, and so all groups
+        error = done.exception()
+        if error is not None:
+            peer = error.peer if isinstance(error, CommunicationError) else None
+            raise self.failed(RuntimeError(str(error)), group if peer is None else (peer,))
         self.check()
 
     def abort(self) -> None:
         self._aborted.set()
         shut_down_connections(self._address, self.peers.keys())
+        if self._channels is not None:
+            self._channels.abort()
         self._waiter.give_up()
 
     def close(self) -> None:
@@ -366,6 +373,8 @@ class GlooCommunicator:
         groups = list(self._groups.values())
         self._groups.clear()
         self._sums.clear()
+        if self._channels is not None:
+            self._channels.close()
         # Their destructors wait for what is under way. What still is after this time is lost, and touches no tensor.
         # (gloo 2.13 may forget a send whose connection breaks: nobody waits for it, its group goes with its timeout.)
         dropping = threading.Thread(target=groups.clear, name="gloo-drop", daemon=True)

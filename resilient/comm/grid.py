@@ -16,13 +16,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from itertools import chain, count
 
 from torch import Tensor
 
-from resilient.comm.interface import Group, Pending, in_meeting_order
-from resilient.comm.parts_exchange import PartsExchange
+from resilient.comm.interface import Group
+from resilient.comm.parts_exchange import Messages, PartsExchange
 from resilient.errors import CommunicationError
 
 WIDEST = 32
@@ -66,75 +65,59 @@ def grid_lines(group: Group, rank: int, widest: int) -> list[GridLine]:
     return lines
 
 
-Connected = tuple[Group, Group]
-"""A group that sums, and those of it that are connected to each other; or ``()``, and two ranks that are."""
+@dataclass(frozen=True)
+class Connections:
+    """How one rank reaches others.
+
+    Args:
+        groups: Those in which all ranks are connected to each other from the start, in an order in which nobody waits
+            in a circle.
+        peers: Ranks that it is connected to once there is a message between the two; none where all are in one group.
+    """
+
+    groups: list[Group]
+    peers: list[int]
+
+    @property
+    def ranks(self) -> list[int]:
+        """All that it may be connected to."""
+        return sorted({*self.peers, *chain.from_iterable(self.groups)})
 
 
-def parts_to_connect(
-    rank: int, world: Group, groups: Iterable[Group], pairs: Iterable[tuple[int, int]] | None
-) -> list[Connected]:
-    """Return what a rank connects, in an order in which nobody waits in a circle.
+def connections_of(rank: int, world: Group, groups: Iterable[Group], pairs: Iterable[tuple[int, int]]) -> Connections:
+    """Return how a rank reaches others.
 
     Args:
         rank: The rank.
         world: All ranks.
         groups: Those that sum, in the same order on every rank.
-        pairs: Ranks that send each other tensors, at least this one's; None, on all ranks, if any two may.
+        pairs: Ranks that may send each other tensors, at least this one's.
     """
-    is_mesh = len(world) <= WIDEST or pairs is None
-    own = [group for group in dict.fromkeys(groups) if rank in group]
-    found: list[Connected] = [(world, world)] if is_mesh else []
-    found += [(group, group) for group in own if len(group) <= WIDEST and (group, group) not in found]
-    found += [(group, line.ranks) for group in own if len(group) > WIDEST for line in grid_lines(group, rank, WIDEST)]
-    if pairs is not None and not is_mesh:
-        found += [((), pair) for pair in in_meeting_order(pairs) if rank in pair]
-    return found
-
-
-class _LineMessages:
-    """Messages within a line, for a thread that may wait for one until the group's timeout."""
-
-    def __init__(self, backend: Any, ranks: Group, rank: int) -> None:
-        self.rank = rank
-        self._backend = backend
-        self._ranks = ranks
-
-    def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
-        return _Message(target, lambda place: self._backend.send([tensor], place, tag), self._ranks)
-
-    def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
-        return _Message(source, lambda place: self._backend.recv([tensor], place, tag), self._ranks)
-
-
-class _Message:
-    def __init__(self, peer: int, start: Callable[[int], Any], ranks: Group) -> None:
-        self._peer = peer
-        try:
-            self._work = start(ranks.index(peer))
-        except RuntimeError as error:
-            raise CommunicationError(str(error), peer=peer) from error
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise CommunicationError(str(error), peer=self._peer) from error
+    own = [group for group in dict.fromkeys([world, *groups]) if rank in group]
+    small = [group for group in own if len(group) <= WIDEST]
+    if world in small:
+        return Connections(small, [])
+    lines = [line.ranks for group in own if group not in small for line in grid_lines(group, rank, WIDEST)]
+    return Connections(small, sorted({*chain(*lines, *(pair for pair in pairs if rank in pair))} - {rank}))
 
 
 class GridSums:
     """The sums over one group, one after another in a thread of their own, as this rank sees them.
 
     A thread, because what a line is to sum is known only when the one before it is done, and the worker computes
-    meanwhile. It may wait for a lost message until the group's timeout; nobody has to wait for it.
+    meanwhile.
 
     Args:
-        lines: Of this rank, in their order, each with a backend of its own.
-        rank: This one.
+        lines: Of this rank, in their order.
+        messages: Between it and others, which end when the generation is aborted.
+        first_tag: From here on, 2^30 are of these sums alone.
     """
 
-    def __init__(self, lines: Sequence[tuple[GridLine, Any]], rank: int) -> None:
+    def __init__(self, lines: Sequence[GridLine], messages: Messages, first_tag: int) -> None:
         self._started: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
-        self._lines = [(line, _LineMessages(backend, line.ranks, rank)) for line, backend in lines]
+        self._lines = lines
+        self._messages = messages
+        self._first_tag = first_tag
         self._num_started = 0
         threading.Thread(target=_serve, args=(self._started,), name="gloo-sums", daemon=True).start()
         weakref.finalize(self, self._started.put, None).atexit = False
@@ -148,22 +131,22 @@ class GridSums:
         Returns:
             What ends with the sum, or with a ``CommunicationError`` that names the peer of a message that failed.
         """
-        tag = 2 * self._num_started % _NUM_TAGS
+        tag = self._first_tag + 2 * self._num_started % _NUM_TAGS
         self._num_started += 1
         done: Future[None] = Future()
-        lines, flat = self._lines, values.view(-1)
-        self._started.put((done, lambda: _sum_along(lines, flat, tag)))
+        lines, messages, flat = self._lines, self._messages, values.view(-1)
+        self._started.put((done, lambda: _sum_along(lines, messages, flat, tag)))
         return done
 
 
-def _sum_along(lines: Sequence[tuple[GridLine, _LineMessages]], values: Tensor, tag: int) -> None:
+def _sum_along(lines: Sequence[GridLine], messages: Messages, values: Tensor, tag: int) -> None:
     if not lines:
         return
-    (line, messages), *others = lines
+    line, *others = lines
     place = line.ranks.index(messages.rank)
     parts = [*values.tensor_split(line.num_parts), *[values[:0]] * (len(line.ranks) - line.num_parts)]
     PartsExchange(messages, parts, line.ranks, tag).reduce_scatter().wait()
-    _sum_along(others, parts[place], tag)
+    _sum_along(others, messages, parts[place], tag)
     PartsExchange(messages, parts, line.ranks, tag + 1).all_gather().wait()
 
 
@@ -173,7 +156,7 @@ def _serve(started: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | 
     while (each := started.get()) is not None:
         done, run = each
         try:
-            if failure:  # each further one might wait for the timeout, and keep the groups meanwhile
+            if failure:  # the others of the line are a sum further, or behind
                 raise CommunicationError(failure, peer=peer)
             run()
         except (CommunicationError, RuntimeError) as error:

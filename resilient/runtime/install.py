@@ -28,7 +28,7 @@ from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.runtime.steps.assignments import Assignments
-from resilient.runtime.steps.exchanges import exchanging_pairs, goes_over_nccl
+from resilient.runtime.steps.exchanges import LaneRows, exchanging_pairs, goes_over_nccl, lanes_of, row_of
 from resilient.runtime.steps.learning import Learning
 from resilient.runtime.steps.planning import UnitPlanning
 from resilient.runtime.steps.steps import ChainSteps, Steps
@@ -182,9 +182,10 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
     ]
     groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
     copying = [(transfer.source, transfer.target) for transfer in message.transfers]
-    plan, planner = message.plan, context.job.planner
-    exchanging = exchanging_pairs(plan, planner, message.rank)
-    over_nccl = goes_over_nccl(plan, planner, context.job.schedule)
+    plan, exchanging = message.plan, []
+    if message.rank < len(plan.slots):
+        exchanging = exchanging_pairs(*_lanes(context, plan, plan.slots[message.rank]), message.rank)
+    over_nccl = goes_over_nccl(plan, context.job.planner, context.job.schedule)
     comm = connect(
         generation=message.generation,
         rank=message.rank,
@@ -197,7 +198,7 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
         interrupted=context.guard.open(message.generation),
         device=context.job.device if over_nccl else torch.device("cpu"),
         num_sources=message.num_sources,
-        pairs=None if exchanging is None else [*copying, *exchanging],
+        pairs=[*copying, *exchanging],
         on_group=partial(context.faults.reach, "connect", message.version + 1),
     )
     context.guard.attach(message.generation, comm)
@@ -252,13 +253,8 @@ def build_session(
         pieces: Of each state: their holders sum its gradient.
     """
     job, states = context.job, context.ledger.current
-    trained_layers = [context.layouts[spec.name].num_trainable > 0 for spec in job.model.layers]
-    if context.planning is None:
-        alone = Plan(pipelines=(message.plan.pipelines[slot.pipeline_index],))
-        lanes, rows = PlanLanes(alone, (), trained_layers), message.plan.rows_of(slot.pipeline_index)
-    else:
-        lanes, rows = PlanLanes(message.plan, context.planning.feeds, trained_layers), message.plan.rows
-    place = next(number for number, devices in enumerate(rows) if slot.rank in {each.rank for each in devices})
+    lanes, rows = _lanes(context, message.plan, slot)
+    place = row_of(rows, slot.rank)
     own, borders = lanes.stages(place), lanes.borders(place)
 
     def ranks_of(stage: StageName) -> list[int]:
@@ -319,6 +315,12 @@ def build_session(
             every=job.compare_replicas_every,
         ),
     )
+
+
+def _lanes(context: WorkerContext, plan: Plan, slot: Slot) -> tuple[PlanLanes, LaneRows]:
+    trained = [context.layouts[spec.name].num_trainable > 0 for spec in context.job.model.layers]
+    feeds = None if context.planning is None else context.planning.feeds
+    return lanes_of(plan, slot.pipeline_index, feeds, trained)
 
 
 def _allocate(context: WorkerContext, name: str, held: ByteIntervals) -> LayerState:

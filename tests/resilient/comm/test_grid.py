@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from resilient.comm.grid import WIDEST, GridLine, grid_lines
 from resilient.comm.interface import Group
 from resilient.comm.store_client import GenerationStore, StoreConnection
 from resilient.comm.store_messages import Answer, Forget, Request
+from resilient.errors import CommunicationError
 from tests.resilient.ranks import HOST, SECRET, as_threads, join
 
 
@@ -109,7 +115,7 @@ def test_sums_of_several_groups_end_in_whatever_order_ranks_wait_for_them(monkey
     ]  # fmt: skip
 
 
-def test_only_ranks_that_send_each_other_tensors_are_connected_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_ranks_that_are_to_send_each_other_tensors_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "WIDEST", 2)
 
     def work(rank: int, address: str) -> tuple[float, str]:
@@ -127,13 +133,13 @@ def test_only_ranks_that_send_each_other_tensors_are_connected_for_it(monkeypatc
         refused = ""
         if rank == 2:
             with pytest.raises(AssertionError) as error:
-                comm.send(value, 3, 7)
+                comm.send(value, 4, 7)
             refused = str(error.value)
         return value.item(), refused
 
     sent = as_threads(5, work)
     assert [value for value, _ in sent] == [4.0, 1.0, 2.0, 1.0, 4.0]
-    assert sent[2][1] == "ranks (2, 3) send each other tensors and were not connected for it"
+    assert sent[2][1] == "ranks (2, 4) send each other tensors, of which neither was told"
 
 
 @pytest.mark.parametrize(("gpus", "own"), [("abcd", True), ("abca", False), ("ab-d", False), ("----", False)])
@@ -174,4 +180,47 @@ def test_what_a_rank_asks_of_the_store_and_whom_it_knows_does_not_grow_with_the_
     comms = as_threads(9, work)
     assert [len(comm.peers) for comm in comms if isinstance(comm, GlooCommunicator)] == [4] * 9
     del asked[Forget]
-    assert sum(asked.values()) == 9 * (2 + 2 * 2), "to say where it is, to ask where its peers are; two for each line"
+    assert sum(asked.values()) == 9 * 2, "to say where it is, to ask where its peers are"
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("size", [1, 1_000_000])
+def test_failed_sum_keeps_no_groups_and_threads_without_the_collector(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is under way then: of a long message a part may have come."""
+    monkeypatch.setattr(grid, "WIDEST", 2)
+    world = (0, 1, 2, 3, 4)
+
+    def work(rank: int, address: str) -> weakref.ref[Communicator]:
+        store = GenerationStore(StoreClient(SECRET).take(address, 60.0), 1)
+        comm = GlooCommunicator(generation=1, rank=rank, size=5, groups=[], store=store, host=HOST, timeout_s=600.0)
+        values = torch.ones(size)
+
+        def sum_until_it_fails() -> None:
+            while True:
+                comm.all_reduce(values, world).wait()
+
+        if rank == 2:
+            comm.all_reduce(values, world)
+            while size > 1 and values[0] == 1 and values[-1] == 1:
+                time.sleep(0.0001)
+            comm.abort()
+        with pytest.raises(CommunicationError):
+            sum_until_it_fails()
+        comm.abort()
+        comm.close()
+        return weakref.ref(comm)
+
+    assert [kept() for kept in as_threads(5, work)] == [None] * 5
+    for thread in threading.enumerate():
+        if thread.name in ("channels", "gloo-sums"):
+            thread.join(timeout=60)
+            assert not thread.is_alive(), thread.name

@@ -200,11 +200,11 @@ def test_generation_that_is_over_is_not_entered_and_states_stay(tmp_path: Path) 
     assert set(after.current + after.retained) == set(before.current)
 
 
-@pytest.mark.parametrize(("rank", "exchanging"), [(0, {(0, 1), (1, 2)}), (3, {(3, 4)})])
+@pytest.mark.parametrize(("rank", "exchanging"), [(0, {(0, 1)}), (1, {(0, 1), (1, 2)}), (3, {(3, 4)})])
 def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, exchanging: set[tuple[int, int]]
 ) -> None:
-    """They are connected then: neighbours in a rank's pipeline, and the ends of copies."""
+    """Neighbours in a rank's pipeline, and the ends of copies."""
     asked: list[tuple[torch.device, set[tuple[int, int]]]] = []
 
     def connect(**arguments: Any) -> None:
