@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,15 +107,18 @@ def measured() -> tuple[Job, CostModel, SampleTable]:
         generators={"image": GeneratorModule(of_pictures(2), placeholder_id=DRAWN_ID)},
         labels="shifted",
     )
-    job = make_job(model=model, dataset=Drawings(), precision="fp32", planner="resilient", num_steps=STEP)
+    job = make_job(
+        model=model, dataset=Drawings(), precision="fp32", planner="resilient", num_steps=STEP, global_batch=8
+    )
     drawn = draw_lengths(job)
     return job, measure_units(job, drawn, on_layer=lambda _: None, timed=once), drawn.table
 
 
 def once(run: Callable[[], object]) -> float:
-    """Run something that is not to run again, as it takes too long."""
+    """Say of what is run, by a clock that is too fast, that it takes too long to run again."""
+    started = time.thread_time()
     run()
-    return 1e4
+    return 1e7 * (time.thread_time() - started)
 
 
 def spread(dp: int = 1, tp: int = 1, llm: tuple[int, ...] = (3, 3)) -> dict[str, Parallelism]:
@@ -125,24 +129,19 @@ def spread(dp: int = 1, tp: int = 1, llm: tuple[int, ...] = (3, 3)) -> dict[str,
 LANES = {**spread(), "vision": Parallelism(dp=2, pp=1, stage_layers=(5,), recompute=0.5)}
 SHARDED: dict[str, Any] = {"colocated": True, "encoders": Encoders.REPLICATED, "shard": 2}
 
-CASES: dict[str, tuple[Configuration, int, int, int]] = {
-    "an encoder's lane, half of which runs again": (Configuration(units=LANES, num_microbatches=8), 5, 1, 1),
-    "the language model, with messages on both sides": (Configuration(units=spread(), num_microbatches=8), 4, 1, 1),
-    "an encoder of 2 tensor-parallel devices": (Configuration(units=spread(tp=2), num_microbatches=8), 4, 2, 0),
-    "a head of 2 tensor-parallel devices": (Configuration(units=spread(tp=2), num_microbatches=8), 4, 2, 5),
-    "all units sharded over 2": (
-        Configuration(units=spread(dp=2, llm=(6,)), num_microbatches=4, **SHARDED), 1, 2, 0,
-    ),
-}  # fmt: skip
-"""The planner's decision, its nodes, their devices, and the rank that is looked at."""
+CASES: dict[str, tuple[Configuration, int, int]] = {
+    "2 lanes of an encoder, half of which runs again": (Configuration(units=LANES, num_microbatches=4), 5, 1),
+    "2 tensor-parallel devices": (Configuration(units=spread(tp=2), num_microbatches=4), 4, 2),
+    "all units sharded over 2": (Configuration(units=spread(dp=2, llm=(6,)), num_microbatches=2, **SHARDED), 1, 2),
+}
+"""The planner's decision, its nodes, and their devices. The first one is looked at."""
 
 
-@pytest.mark.parametrize(("configuration", "num_nodes", "devices", "rank"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("configuration", "num_nodes", "devices"), CASES.values(), ids=CASES.keys())
 def test_planned_memory_is_what_is_allocated(
     configuration: Configuration,
     num_nodes: int,
     devices: int,
-    rank: int,
     measured: tuple[Job, CostModel, SampleTable],
     tmp_path: Path,
 ) -> None:
@@ -152,10 +151,10 @@ def test_planned_memory_is_what_is_allocated(
         microbatch=job.microbatch, num_pipelines=1,
     )  # fmt: skip
     template = template_of(setting, configuration, samples)
-    plan = Plan(pipelines=(Pipeline(template=template, nodes=tuple(range(num_nodes)), num_microbatches=8),))
+    plan = Plan(pipelines=(Pipeline(template=template, nodes=tuple(range(num_nodes)), num_microbatches=4),))
     of_rows = [sum(stage.memory_bytes for stage in row) for row in template.rows]
-    allocated = most_allocated_by(rank, plan, setting, measured, tmp_path)
-    assert of_rows[plan.slots[rank].row_index] == pytest.approx(allocated, rel=0.1)
+    allocated = most_allocated(plan, setting, measured, tmp_path)
+    assert of_rows[0] == pytest.approx(allocated, rel=0.1)
     # planners compare what they simulate: cells of a step
     batch = samples[range(job.global_batch)]
     replicas = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.shard
@@ -165,10 +164,8 @@ def test_planned_memory_is_what_is_allocated(
     )
 
 
-def most_allocated_by(
-    rank: int, plan: Plan, setting: Setting, measured: tuple[Job, CostModel, SampleTable], path: Path
-) -> int:
-    """The most that a rank has allocated at a time in a step."""
+def most_allocated(plan: Plan, setting: Setting, measured: tuple[Job, CostModel, SampleTable], path: Path) -> int:
+    """The most that rank 0 has allocated at a time in a step."""
     job, costs, samples = measured
     planning = UnitPlanning(
         planner=InOrder(), costs=costs, lengths=SampleLengths(job.dataset, job.model),
@@ -202,4 +199,4 @@ def most_allocated_by(
         session.gradient_sync.close()
         steps.close()
 
-    return most_of_rank(rank, len(plan.slots), work)
+    return most_of_rank(0, len(plan.slots), work)
