@@ -17,6 +17,7 @@ from resilient.comm import StoreClient
 from resilient.data.lengths import SampleLengths
 from resilient.models.multimodal.generator import GeneratorModule
 from resilient.models.multimodal.module import EncoderModule, MultimodalModule
+from resilient.models.packing import Packable
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
@@ -156,7 +157,7 @@ def test_planned_memory_is_what_is_allocated(
     allocated = most_allocated(plan, setting, measured, tmp_path)
     assert of_rows[0] == pytest.approx(allocated, rel=0.1)
     # planners compare what they simulate: cells of a step
-    batch = samples[range(job.global_batch)]
+    batch = samples[: job.global_batch]
     replicas = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.shard
     assignment = InOrder().assign(setting, configuration, batch, replicas)
     assert evaluate(setting, configuration, assignment, batch, replicas).peak_bytes == pytest.approx(
@@ -167,6 +168,7 @@ def test_planned_memory_is_what_is_allocated(
 def most_allocated(plan: Plan, setting: Setting, measured: tuple[Job, CostModel, SampleTable], path: Path) -> int:
     """The most that rank 0 has allocated at a time in a step."""
     job, costs, samples = measured
+    assert isinstance(job.model, Packable)
     planning = UnitPlanning(
         planner=InOrder(), costs=costs, lengths=SampleLengths(job.dataset, job.model),
         feeds=feeds_of(job.model.units), templates=(), cluster=setting.cluster,
