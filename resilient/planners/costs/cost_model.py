@@ -340,8 +340,7 @@ class CostModel:
                 of_unit = unit.name in names and layer.name != PROJECTOR
                 trainable = layer.trainable and not (of_unit or f"{unit.name}.{layer.name}" in names)
                 if not trainable:
-                    nothing = {"optimizer_bytes": 0, "gradient_bytes": 0, "segments": (), "rows": ()}
-                    layer = replace(layer, trainable=False, **nothing)
+                    layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=(), rows=())
                 layers.append(replace(layer, input_gradient=trained_before))
                 trained_before = trained_before or trainable
             encoder_trains = encoder_trains or trained_before

@@ -16,7 +16,7 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.memory_budget import windows
-from resilient.planners.stages.unit_memory import Cell, StageBytes, stage_bytes
+from resilient.planners.stages.unit_memory import LaneCell, StageBytes, stage_bytes
 from resilient.templates.common.arrays import Flags, Ints
 
 
@@ -131,7 +131,7 @@ def _in_flight(configuration: Configuration, name: str, rows: Mapping[str, Ints]
 
 def _cell(
     setting: Setting, unit: UnitCosts, cells: Mapping[str, CellSize], rows: Mapping[str, Ints], lane: int
-) -> Cell:
+) -> LaneCell:
     """Return a cell of a lane with its messages: what units on one device give each other is none."""
     units, language = setting.costs.units, setting.language
     position, own, size = units.index(unit), rows[unit.name][lane], cells[unit.name]
@@ -151,4 +151,4 @@ def _cell(
         sent = sum(features(each) * part(rows[each.name][:, 0] != own[-1]) for each in units[language + 1 :])
     else:
         received = features(unit) * part(rows[LLM][:, -1] != own[0])
-    return Cell(tokens=size.tokens, squares=size.squares, received_bytes=received, sent_bytes=sent)
+    return LaneCell(tokens=size.tokens, squares=size.squares, received_bytes=received, sent_bytes=sent)

@@ -23,7 +23,7 @@ from resilient.templates.search.stage_memory import StageMemory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class LaneCell:
     """One cell of a lane.
 
     Args:
@@ -60,7 +60,7 @@ class StageBytes:
     running: Ints
 
 
-def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: Cell) -> StageBytes:
+def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell) -> StageBytes:
     """Return what the stages of a unit hold if all cells are like one.
 
     Args:
