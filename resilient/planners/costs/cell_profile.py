@@ -11,6 +11,8 @@ def cell_layers(
 ) -> tuple[LayerProfile, ...]:
     """Return the layers of a unit with their costs for one cell; those without a backward keep nothing of it.
 
+    States that they share with other units are these units'.
+
     Args:
         unit: The unit.
         tokens: Sum of the cell's lengths.
@@ -22,6 +24,7 @@ def cell_layers(
         ValueError: A degree was not profiled.
     """
     chosen = [unit.index(*degree) for degree in degrees or unit.degrees]
+    names = {layer.name for layer in unit.layers}
     entering = [received_bytes, *(unit.boundary_bytes * tokens for _ in unit.layers[1:])]
     return tuple(
         LayerProfile(
@@ -35,7 +38,7 @@ def cell_layers(
             rows=layer.rows,
             trainable=layer.trainable,
             input_gradient=layer.input_gradient,
-            shares=layer.shares,
+            shares=tuple(owner for owner in layer.shares if owner in names),
         )
         for layer, num_bytes in zip(unit.layers, entering, strict=True)
     )

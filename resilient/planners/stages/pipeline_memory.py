@@ -97,10 +97,9 @@ def _held(
     rows = {unit.name: unit_rows(layout, unit.name) for unit in setting.costs.units}
     for unit in setting.costs.units:
         spread, in_flight = configuration.units[unit.name], _in_flight(configuration, unit.name, rows)
-        of_lanes = [
-            stage_bytes(unit, spread, configuration.shard, _cell(setting, unit, cells, rows, lane))
-            for lane in range(len(in_flight))
-        ]
+        cells_of = [_cell(setting, unit, cells, rows, lane) for lane in range(len(in_flight))]
+        known = {cell: stage_bytes(unit, spread, configuration.shard, cell) for cell in dict.fromkeys(cells_of)}
+        of_lanes = [known[cell] for cell in cells_of]
         each = [lane.kept if with_activations else lane.handed_on for lane in of_lanes]
         held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches) + in_flight * np.stack(each)
         running[unit.name] = np.stack([lane.running for lane in of_lanes])

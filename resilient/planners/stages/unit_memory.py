@@ -75,7 +75,7 @@ def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell
     layers = cell_layers(unit, cell.tokens, cell.squares, cell.received_bytes * spread.tp, ((spread.tp, 1),))
     nothing = LayerProfile(name="", costs=(LayerCost(forward_ms=0.0),), trainable=False, input_gradient=False)
     behind = LayerProfile(
-        name="behind",
+        name=f"behind {unit.name}",
         costs=nothing.costs,
         input_bytes=round(cell.sent_bytes * spread.tp),
         trainable=False,
