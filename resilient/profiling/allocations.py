@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, cast
 
@@ -29,7 +31,7 @@ def most_allocated(run: Callable[[], object], device: torch.device) -> int:
     if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
         return 0
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it tells of every start and stop on stderr
-    with profile(profile_memory=True) as profiler:
+    with profile(profile_memory=True) as profiler, _uncollected():
         run()
     results: Any = cast(Any, profiler).kineto_results  # its type is not declared
     events = [event for event in results.events() if event.name() == "[memory]"]
@@ -37,3 +39,15 @@ def most_allocated(run: Callable[[], object], device: torch.device) -> int:
         event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
     ]  # what comes back: negative
     return max(accumulate(given), default=0)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Put off garbage collection: it would give back what was counted before, and is not to be missing now."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

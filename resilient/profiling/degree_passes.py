@@ -31,12 +31,12 @@ class DeviceCosts:
 
     Args:
         activation_bytes: Of each microbatch, as of :class:`resilient.profiling.layer_passes.PassSeen`.
-        workspace_bytes: The most that is in use at a time beside them.
+        workspace_bytes: Of each, the most that is in use at a time beside them.
         times: Of each microbatch, with the exchanges.
     """
 
     activation_bytes: Sequence[int]
-    workspace_bytes: int
+    workspace_bytes: Sequence[int]
     times: Sequence[PassTimes]
 
 
@@ -98,7 +98,7 @@ class DegreePasses:
             return computing_ms + sum(map(self._link.transfer_ms, peers.received))
 
         seen, times = [one.inspect() for one in passes], [PassTimes() for _ in passes]
-        workspace_bytes = max(one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True))
+        workspace_bytes = [one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True)]
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         take_times(passes, seen, times, with_exchanges, trainable=trainable)
         kept = [each.activation_bytes for each in seen]

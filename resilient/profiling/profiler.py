@@ -82,7 +82,7 @@ class _Kind:
     """What layers of a kind have in common: times by sample, and what they need in use on one device."""
 
     times: list[PassTimes]
-    workspace_bytes: int
+    workspace_bytes: list[int]
 
 
 def draw_samples(job: Job) -> list[ProfiledBatch]:
@@ -179,7 +179,7 @@ def _measure_layer(
     seen = tuple(one.inspect() for one in passes)
     key = (spec.unit, repr(module), layouts[spec.name], trainable, is_last, spec.for_loss, seen)
     if key not in kinds:
-        workspace_bytes = max(one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True))
+        workspace_bytes = [one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True)]
         kinds[key] = _Kind(times=[PassTimes() for _ in samples], workspace_bytes=workspace_bytes)
     kind = kinds[key]
     take_times(passes, seen, kind.times, timed, trainable=trainable)
@@ -238,7 +238,7 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
             backward_input_ms=backward_input_ms,
             backward_weight_ms=backward_ms - backward_input_ms,
             activation_bytes=max(of.activation_bytes),
-            workspace_bytes=of.workspace_bytes,
+            workspace_bytes=max(of.workspace_bytes),
         )
 
     parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)

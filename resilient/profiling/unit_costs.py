@@ -18,6 +18,7 @@ from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, LayerSpec
 from resilient.models.packing import Packable
 from resilient.pipeline.p2p import signature
+from resilient.planners.costs.cell_profile import cell_layers
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.profiling import exchange_times
@@ -38,9 +39,9 @@ from resilient.profiling.unit_cells import CellReader, DrawnSamples
 from resilient.runtime.job import Job
 from resilient.runtime.steps.unit_graph import handed_over
 from resilient.templates.inputs.cluster import Link
-from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+from resilient.templates.inputs.profile import ModelProfile
 
-UNIT_COSTS_VERSION = 3
+UNIT_COSTS_VERSION = 4
 """Of what is measured, and how; costs of another version are measured again."""
 
 _LEAST_MS = 1e-6
@@ -206,7 +207,9 @@ class _Measuring:
             index = self._job.model.layers.index(spec)
             shared = [_device_curves(own, each.advance(index, kind)) for each in divided]
             layer_name = spec.name.removeprefix(f"{name}.")
-            layers.append(replace(found.layer, name=layer_name, curves=(*found.layer.curves, *shared)))
+            shares = tuple(owner.removeprefix(f"{name}.") for owner in _owners(spec))
+            curves = (*found.layer.curves, *shared)
+            layers.append(replace(found.layer, name=layer_name, curves=curves, shares=shares))
             wanted = wanted or found.layer.trainable
             self._on_layer(spec.name)
         if wanted:
@@ -251,25 +254,36 @@ class _Measuring:
         buffers.check()
         largest = max(range(num_own), key=lambda number: cells[number].tokens)
         parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)
+        workspaces = [one.workspace_bytes(each) for one, each in zip(own, seen, strict=True)]
         kept = seen[largest].activation_bytes / cells[largest].tokens
         layer = UnitLayer(
             name=spec.name,
-            curves=(_curves(cells[:num_own], times, kept),),
+            curves=(_curves(cells[:num_own], times, kept, workspaces),),
             parameter_bytes=parameter_bytes,
             optimizer_bytes=optimizer_bytes,
             gradient_bytes=gradient_bytes,
             trainable=trainable,
             input_gradient=wanted,
+            segments=layout_segments(job, layout),
+            rows=layout_rows(job, layout),
         )
         return _Kind(layer=layer, sent=[one.sent() for one in passes])
 
 
+def _owners(spec: LayerSpec) -> tuple[str, ...]:
+    """Return the layers whose parameters a layer uses."""
+    return tuple(dict.fromkeys(owner for owner, _ in spec.tied.values()))
+
+
 def _device_curves(cells: Sequence[_Packed], costs: DeviceCosts) -> LayerCurves:
     largest = max(range(len(cells)), key=lambda number: cells[number].tokens)
-    return _curves(cells, costs.times, costs.activation_bytes[largest] / cells[largest].tokens)
+    kept = costs.activation_bytes[largest] / cells[largest].tokens
+    return _curves(cells, costs.times, kept, costs.workspace_bytes)
 
 
-def _curves(cells: Sequence[_Packed], times: Sequence[PassTimes], activation_bytes: float) -> LayerCurves:
+def _curves(
+    cells: Sequence[_Packed], times: Sequence[PassTimes], activation_bytes: float, workspace_bytes: Sequence[int]
+) -> LayerCurves:
     tokens, squares = ([getattr(cell, name) for cell in cells] for name in ("tokens", "squares"))
 
     def fit(times_ms: Sequence[float], relative_to: Sequence[float]) -> Curve:
@@ -288,6 +302,7 @@ def _curves(cells: Sequence[_Packed], times: Sequence[PassTimes], activation_byt
         backward_input=fit(input_ms, backward_ms),
         backward_weight=fit(weight_ms, backward_ms),
         activation_bytes=activation_bytes,
+        workspace_bytes=fit(workspace_bytes, workspace_bytes),
     )
 
 
@@ -305,41 +320,14 @@ def mean_profile(job: Job, costs: CostModel, samples: SampleTable) -> ModelProfi
         unit: tuple(job.microbatch * float(each.mean()) for each in (lengths.tokens, lengths.squares))
         for unit, lengths in samples.units.items()
     }
-    layers_of, layouts = {unit.name: iter(unit.layers) for unit in costs.units}, job.layouts()
-    begun: set[str] = set()
-    layers: list[LayerProfile] = []
-    for spec in model.layers:
-        of_unit, (tokens, squares) = costs.by_name[spec.unit], means[spec.unit]
-        layer = next(layers_of[spec.unit])
-        input_bytes = of_unit.boundary_bytes * tokens
-        if spec.unit not in begun:
-            sources = [handed_over(unit, spec.unit) for unit in model.units[spec.unit]]
-            input_bytes = sum(costs.by_name[unit].output_bytes * means[unit][0] for unit in sources)
-        begun.add(spec.unit)
-        layers.append(
-            LayerProfile(
-                name=spec.name,
-                costs=tuple(
-                    LayerCost(
-                        forward_ms=curves.forward.call_ms(tokens, squares),
-                        backward_input_ms=curves.backward_input.call_ms(tokens, squares),
-                        backward_weight_ms=curves.backward_weight.call_ms(tokens, squares),
-                        activation_bytes=round(curves.activation_bytes * tokens),
-                    )
-                    for curves in layer.curves
-                ),
-                parameter_bytes=layer.parameter_bytes,
-                optimizer_bytes=layer.optimizer_bytes,
-                gradient_bytes=layer.gradient_bytes,
-                input_bytes=round(input_bytes),
-                trainable=layer.trainable,
-                input_gradient=layer.input_gradient,
-                shares=tuple(dict.fromkeys(owner for owner, _ in spec.tied.values())),
-                segments=layout_segments(job, layouts[spec.name]),
-                rows=layout_rows(job, layouts[spec.name]),
-            )
-        )
-    degrees, undivided = tensor_degrees(model, layouts)
+    layers_of = {
+        unit.name: iter(cell_layers(unit, *means[unit.name], received_bytes=sum(handed)))
+        for unit in costs.units
+        for sources in [[handed_over(each, unit.name) for each in model.units[unit.name]]]
+        for handed in [[costs.by_name[each].output_bytes * means[each][0] for each in sources]]
+    }
+    layers = [replace(next(layers_of[spec.unit]), name=spec.name, shares=_owners(spec)) for spec in model.layers]
+    degrees, undivided = tensor_degrees(model, job.layouts())
     return ModelProfile(
         layers=tuple(layers), tp_degrees=degrees, source=costs.source, microbatch=job.microbatch, undivided=undivided
     )

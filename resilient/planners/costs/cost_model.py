@@ -36,7 +36,7 @@ COST_MODEL_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Time in ms of one call on packed sequences.
+    """Time in ms, or bytes, of one call on packed sequences.
 
     Args:
         attention: Per squared token.
@@ -119,12 +119,14 @@ class LayerCurves:
         backward_input: For the gradient of its input.
         backward_weight: For the gradient of its parameters.
         activation_bytes: Kept from forward to backward, per token.
+        workspace_bytes: The most that a call uses at a time beside that, in bytes; what is not known is 0.
     """
 
     forward: Curve
     backward_input: Curve
     backward_weight: Curve
     activation_bytes: float = 0.0
+    workspace_bytes: Curve = Curve()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,9 @@ class UnitLayer:
         gradient_bytes: 0 where it is frozen.
         trainable: Whether it has gradients.
         input_gradient: Whether its input needs one: some layer strictly before it on its path is trainable.
+        segments: What its state consists of, as of :class:`~resilient.templates.inputs.profile.LayerProfile`.
+        rows: Likewise, for tensor-parallel devices.
+        shares: Names of layers of the unit whose state it uses besides its own.
     """
 
     name: str
@@ -148,6 +153,9 @@ class UnitLayer:
     gradient_bytes: int = 0
     trainable: bool = True
     input_gradient: bool = True
+    segments: tuple[int, ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()
+    shares: tuple[str, ...] = ()
 
     @property
     def has_backward(self) -> bool:
@@ -332,7 +340,7 @@ class CostModel:
                 of_unit = unit.name in names and layer.name != PROJECTOR
                 trainable = layer.trainable and not (of_unit or f"{unit.name}.{layer.name}" in names)
                 if not trainable:
-                    layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0)
+                    layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=(), rows=())
                 layers.append(replace(layer, input_gradient=trained_before))
                 trained_before = trained_before or trainable
             encoder_trains = encoder_trains or trained_before

@@ -33,9 +33,11 @@ from resilient.planners.evaluation.step_unit import StepUnit, step_units
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes
 from resilient.planners.stages.device_layout import DeviceLayout
+from resilient.planners.stages.one_pipeline import part_of
+from resilient.planners.stages.pipeline_memory import CellSize, beside_activations
 from resilient.planners.stages.redundancy import check_redundancy
 from resilient.planners.stages.stage_work import gathered_bytes
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.schedules.schedule import Op
 from resilient.templates.schedules.simulator import Timeline, simulate
 
@@ -173,6 +175,15 @@ def _alike(assignment: Assignment) -> bool:
     )
 
 
+def _largest(unit: StepUnit) -> CellSize:
+    """Return the size of what a unit computes at once that is largest."""
+    assert unit.calls is not None, "of units as if each were alone, calls are known"
+    calls = unit.calls.calls
+    if not len(calls.tokens):
+        return CellSize(0.0, 0.0)
+    return CellSize(*(float(each[calls.tokens.argmax()]) for each in (calls.tokens, calls.squares)))
+
+
 class _Judge:
     """Reads what a step takes off its timeline."""
 
@@ -205,13 +216,28 @@ class _Judge:
         return max(0.0, 1 - busy / (self.step_ns * int(sizes.sum())))  # rounding may make it less
 
     def peak_bytes(self) -> int:
-        """Return the most that a device holds: activations in the order of its tasks, and state."""
+        """Return the most that a device holds: activations in the order of its tasks, state, and what is beside.
+
+        Of pipelines as workers run them that is what is allocated, else what papers count.
+        """
         peaks = np.array(self.timeline.peak_bytes, np.float64)
+        if self._setting.num_pipelines:
+            return self._allocated(peaks)
         for unit in self._units:
             state = left_bytes(self._setting, unit.costs, self._copies(unit), self._configuration, self._replicas)
             rows = self._rows(unit)[:, : self._configuration.units[self._layout.host(unit.costs.name)].pp]
             np.add.at(peaks, rows, np.broadcast_to(state[self._layout.pipelines[rows[:, 0]]], rows.shape))
         return round(peaks.max() + gathered_bytes(self._setting.costs.units, self._configuration))
+
+    def _allocated(self, peaks: Floats) -> int:
+        one = part_of(self._configuration, self._configuration.units[LLM].dp // self._configuration.shard)
+        beside = beside_activations(self._setting, one, {unit.costs.name: _largest(unit) for unit in self._units})
+        for unit in self._units:
+            rows, own = self._rows(unit), beside[unit.costs.name]
+            if self._layout.replicated and unit.costs.name != LLM:  # a lane in each row of the language model
+                own = own.T
+            np.add.at(peaks, rows, own[np.arange(len(rows)) % len(own)])
+        return round(peaks.max())
 
     def _rows(self, unit: StepUnit) -> Ints:
         """Return the rows of each lane of a unit. [num_lanes, num_stages]"""

@@ -14,17 +14,14 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
-from resilient.planners.stages.memory_budget import windows
 from resilient.planners.stages.one_pipeline import several, why_not_run
+from resilient.planners.stages.pipeline_memory import held_bytes, mean_size, unit_rows
 from resilient.planners.stages.stage_work import (
     by_stage,
     exposed_sum_ms,
-    gathered_bytes,
     gathers_ms,
-    kept_bytes,
     num_recomputed,
     shared_sum_ms,
-    state_bytes,
 )
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.schedules.graph import LaneName
@@ -51,12 +48,13 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
     layout = DeviceLayout(configuration, 1)
     firsts = layout.firsts.tolist()
     stages: list[StageSpec] = []
+    held = held_bytes(setting, configuration, samples)
     first_layer = 0
     for unit in setting.costs.units:
-        spread, rows = configuration.units[unit.name], _rows(layout, unit.name)
+        spread, rows = configuration.units[unit.name], unit_rows(layout, unit.name)
         forward, backward = _cell_ms(setting, configuration, unit, samples, len(rows))
         send = _send_ms(setting, unit, samples, layout, spread.tp)
-        memory = _held_bytes(setting, configuration, unit, samples, len(rows))
+        memory = held[unit.name]
         recomputed = _recomputed_layers(unit, spread)
         for lane, of_lane in enumerate(rows.tolist()):
             first = first_layer
@@ -75,7 +73,7 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
                         forward_ms=float(forward[stage]),
                         backward_ms=float(backward[stage]),
                         send_ms=float(send[lane, stage]),
-                        memory_bytes=round(float(memory[lane, stage])),
+                        memory_bytes=int(memory[lane, stage]),
                     )
                 )
                 first = end
@@ -106,12 +104,6 @@ def with_lanes(configuration: Configuration) -> Configuration:
     return replace(configuration, units=units)
 
 
-def _rows(layout: DeviceLayout, name: str) -> Ints:
-    """Return the rows of a unit's lanes. [num_lanes, num_stages]"""
-    rows = layout.rows[layout.host(name)]
-    return rows if name in layout.lanes else rows.reshape(-1, 1)
-
-
 def _check(configuration: Configuration, devices_per_node: int) -> None:
     why = why_not_run(configuration, devices_per_node)
     if why:
@@ -134,7 +126,7 @@ def _cell_ms(
     Where devices divide a copy that is a mean microbatch of each, or what they gather for it, if that takes longer.
     """
     spread = configuration.units[unit.name]
-    tokens, squares = _mean(setting, unit, samples)
+    tokens, squares = mean_size(setting, unit, samples)
     forward, backward = unit.layer_ms(tokens / num_lanes, squares / num_lanes, spread.tp)
     places = np.arange(len(unit.layers)) - np.repeat(spread.first_layers, spread.stage_layers)
     again = places < np.repeat(_recomputed_layers(unit, spread), spread.stage_layers)
@@ -156,40 +148,13 @@ def _recomputed_layers(unit: UnitCosts, spread: Parallelism) -> Ints:
     return np.array(found)
 
 
-def _held_bytes(
-    setting: Setting, configuration: Configuration, unit: UnitCosts, samples: SampleTable, num_lanes: int
-) -> Floats:
-    """Return what each stage holds at most: state, and what mean microbatches in flight keep.
-
-    ``[num_lanes, num_stages]``
-    """
-    spread = configuration.units[unit.name]
-    ahead = np.zeros(num_lanes, dtype=np.int64)
-    if configuration.encoders is Encoders.REPLICATED and unit.name != LLM:
-        ahead += np.arange(num_lanes)  # of the language model's stage in their row
-    held = windows(configuration, unit.name) + ahead[:, None]
-    kept = held * kept_bytes(unit, spread) * _mean(setting, unit, samples)[0] / num_lanes
-    state = state_bytes(setting, unit, replace(spread, pp=spread.num_stages, chunks=1), shard=configuration.shard)
-    if unit.name == LLM:  # whose devices have one layer at a time, whatever unit it is of
-        state = state + gathered_bytes(setting.costs.units, configuration)
-    return state + kept
-
-
-def _mean(setting: Setting, unit: UnitCosts, samples: SampleTable) -> tuple[float, float]:
-    """Return tokens and squares of a unit in a microbatch of the language model."""
-    lengths = samples.units[unit.name]
-    if not len(lengths.tokens):
-        return 0.0, 0.0
-    return setting.microbatch * float(lengths.tokens.mean()), setting.microbatch * float(lengths.squares.mean())
-
-
 def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: DeviceLayout, degree: int) -> Floats:
     """Return what both messages over the boundary before each stage take; the first gets what other units make.
 
     Stages of one row send each other nothing, those of one node send over what is inside it. Within a lane each device
     sends its tokens, to another unit all features. ``[num_lanes, num_stages]``
     """
-    cluster, rows = setting.cluster, _rows(layout, unit.name)
+    cluster, rows = setting.cluster, unit_rows(layout, unit.name)
 
     def both_ms(source: int, target: int, num_bytes: float) -> float:
         if source == target or not num_bytes:
@@ -198,7 +163,7 @@ def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: De
         within = nodes[0] == nodes[1]
         return 2 * (cluster.intra_node if within else cluster.inter_node).transfer_ms(num_bytes)
 
-    num_bytes = _mean(setting, unit, samples)[0] / len(rows) * unit.boundary_bytes / degree
+    num_bytes = mean_size(setting, unit, samples)[0] / len(rows) * unit.boundary_bytes / degree
     language = setting.language
     position = setting.costs.units.index(unit)
     sources = setting.costs.units[:language] if position == language else setting.costs.units[language:][:1]
@@ -206,9 +171,9 @@ def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: De
     for lane, of_lane in enumerate(rows.tolist()):
         sent[lane, 1:] = [both_ms(source, target, num_bytes) for source, target in pairwise(of_lane)]
         for source in () if position < language else sources:
-            lasts = _rows(layout, source.name)[:, -1].tolist()
+            lasts = unit_rows(layout, source.name)[:, -1].tolist()
             beside = source if position == language else unit  # of it the tokens that are handed on are
-            handed = _mean(setting, beside, samples)[0] * beside.output_bytes / (len(lasts) * len(rows))
+            handed = mean_size(setting, beside, samples)[0] * beside.output_bytes / (len(lasts) * len(rows))
             sent[lane, 0] += sum(both_ms(last, of_lane[0], handed) for last in lasts)
     return sent
 

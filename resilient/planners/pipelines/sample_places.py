@@ -145,6 +145,7 @@ class SamplePlaces:
             num_nodes=sum(len(pipeline.nodes) for pipeline in pipelines),
             global_batch=num_samples,
             microbatch=self._microbatch,
+            num_pipelines=len(pipelines),
             correction=correction,
         )
 

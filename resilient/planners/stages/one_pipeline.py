@@ -15,6 +15,7 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Planner, Setting
 from resilient.planners.registry import check_generators
 from resilient.planners.stages.device_layout import DeviceLayout, used_devices
+from resilient.planners.stages.pipeline_memory import most_held
 from resilient.planners.stages.redundancy import is_redundant
 
 _MOST_TOGETHER = 16
@@ -92,7 +93,7 @@ def pipeline_configurations(
     refusal: ValueError | None = None
     for size in sizes:
         try:
-            answer = planner.configure(_of_one(setting, size), samples)
+            answer = _within_memory(_of_one(setting, size), planner.configure(_of_one(setting, size), samples), samples)
         except ValueError as error:
             refusal = error
             continue
@@ -106,6 +107,24 @@ def pipeline_configurations(
             "choose another one, or other min_pipeline_nodes",
         ) from refusal
     return found
+
+
+def _within_memory(setting: Setting, configuration: Configuration, samples: SampleTable) -> Configuration:
+    """Return an answer with stages as far ahead of each other as memory holds.
+
+    Raises:
+        ArgumentError: It does not hold it at all.
+    """
+    memory = setting.cluster.memory_bytes
+    if memory is None or why_not_run(configuration, setting.cluster.devices_per_node):
+        return configuration
+    needed = most_held(setting, configuration, samples)
+    if needed > memory and configuration.lead > 1:
+        return _within_memory(setting, replace(configuration, lead=configuration.lead - 1), samples)
+    if needed > memory:
+        constraint = f"be >= {needed}, what a device holds of a pipeline on {setting.num_nodes} nodes"
+        raise ArgumentError("memory_bytes", constraint, memory, "use more nodes, or smaller microbatches")
+    return configuration
 
 
 def _of_one(setting: Setting, num_nodes: int) -> Setting:

@@ -31,9 +31,10 @@ def state_bytes(
 ) -> Floats:
     """Return what parameters, gradients and the optimizer take on a device of each row of a replica. [pp]
 
-    Those that divide a copy have equal parts of all of it; else the optimizer alone is spread, over all replicas. Of
-    state that is spread there are copies as the job's redundancy asks for; gradients are none. Of devices in the
-    direction of context parallelism each has all parameters: of these, those that are left have no more.
+    Those that divide a copy have equal parts of all of it; else the optimizer alone is spread, over all replicas, but
+    not over pipelines as the runtime runs them, whose devices have all of it. Of state that is spread there are copies
+    as the job's redundancy asks for; gradients are none. Of devices in the direction of context parallelism each has
+    all parameters: of these, those that are left have no more.
 
     Args:
         setting: The job.
@@ -46,9 +47,11 @@ def state_bytes(
     copies = spread.dp * spread.cp * devices
     part, whole = np.maximum(setting.sharded_part(copies), least_part), 1 / min(spread.cp * devices, 1.0)
     of_gradients = of_parameters = whole
+    if setting.num_pipelines:
+        part = whole
     if shard > 1:
         of_gradients = whole / min(shard, spread.dp * spread.cp)
-        of_parameters = part = np.maximum(of_gradients, part)
+        of_parameters = part = of_gradients if setting.num_pipelines else np.maximum(of_gradients, part)
     parameters = by_stage(spread, [layer.parameter_bytes for layer in unit.layers]) * of_parameters
     gradients = by_stage(spread, unit.gradient_bytes) * of_gradients
     optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers]) * part

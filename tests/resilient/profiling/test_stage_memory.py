@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -124,17 +126,23 @@ def planned(profile: ModelProfile, plan: Plan, row: int) -> int:
 def allocated(job: Job, plan: Plan, rank: int, path: Path) -> int:
     """The most that one rank has allocated at a time while it trains, with what it had when it began."""
 
-    def work(own: int, address: str) -> int:
+    def work(own: int, address: str) -> None:
         place, batches = installed(job, plan, own, address, path), Batches(job)
         with record_function(BEGUN):
             pass
         place.executor.run(work_of(place, batches, STEP))
         place.comm.all_reduce(torch.zeros(1), tuple(range(place.comm.size))).wait()  # the barrier of every step
-        return 0
+
+    return most_of_rank(rank, len(plan.slots), work)
+
+
+def most_of_rank(rank: int, num_ranks: int, work: Callable[[int, str], None]) -> int:
+    """The most that one of ranks has allocated at a time from :data:`BEGUN` on, with what it had then."""
 
     def counted(own: int, address: str) -> int:
         if own != rank:
-            return work(own, address)
+            work(own, address)
+            return 0
         with profile(profile_memory=True) as profiler:
             work(own, address)
         results: Any = profiler
@@ -143,4 +151,5 @@ def allocated(job: Job, plan: Plan, rank: int, path: Path) -> int:
         begun = next(number for number, event in enumerate(events) if event.name() == BEGUN)
         return max(sums[begun:])
 
-    return max(as_threads(len(plan.slots), counted))
+    gc.collect()  # what was counted before and goes meanwhile would be missing in the sums
+    return max(as_threads(num_ranks, counted))

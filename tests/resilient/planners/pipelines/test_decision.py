@@ -103,10 +103,12 @@ def test_stages_are_described_as_they_are_planned() -> None:
     assert encoder.send_ms == 0.0
     assert first.send_ms == pytest.approx(2 * (1.0 + 400 * 64.0 / 1e6 * 1e3))
     assert second.send_ms == pytest.approx(2 * (10.0 + 1500 * 8.0 / 1e5 * 1e3))
-    # frozen layers have parameters alone, and keep nothing; the first stage holds two microbatches
-    assert encoder.memory_bytes == 4 * 4000
-    assert first.memory_bytes == 4000 + 3 * 16000 + 2 * 1500 * (2 * 8 + 100 + 100)
-    assert second.memory_bytes == 4 * 16000 + 1500 * (2 * 8 + 100 + 2 * 100)
+    # frozen layers have parameters alone, and keep nothing but what is sent, to the step's end; the first stage holds
+    # two microbatches, with what it sends and room for its gradient, and one layer at a time that runs again
+    border, layer = 1500 * 8, 1500 * 100
+    assert encoder.memory_bytes == 4 * 4000 + 4 * 400 * 64
+    assert first.memory_bytes == 4000 + 3 * 16000 + 400 * 64 + 2 * (2 * border + layer + 2 * border) + layer
+    assert second.memory_bytes == 4 * 16000 + 2 * border + 2 * border + 2 * layer + layer
 
 
 def test_what_does_not_run_is_refused() -> None:
@@ -146,10 +148,12 @@ def test_a_device_has_several_stages_of_a_lane() -> None:
     assert [stage.send_ms for stage in stages] == pytest.approx(
         [features_ms, between, within, between, between, within]
     )
-    # each with its own layers' state, and so many microbatches in a row, of which the last stage has one
-    held = [6, 6, 4, 3, 3, 1]
+    # each with its own layers' state, and so many microbatches in a row, of which the last stage has one; the first
+    # gets features, the others activations, all but the last hand them on, and gradients go back
+    held, sizes, features = [6, 6, 4, 3, 3, 1], [1, 1, 1, 1, 2, 2], 100 * 64
     assert [stage.memory_bytes for stage in stages] == [
-        layers * (16000 + cells * 1000 * 100) for layers, cells in zip([1, 1, 1, 1, 2, 2], held, strict=True)
+        layers * 16000 + 2 * (8000 if number else features) + cells * (layers * 100_000 + 16_000 * (number < 5))
+        for number, (layers, cells) in enumerate(zip(sizes, held, strict=True))
     ]
     assert encoder.memory_bytes > 4 * 16000
 
@@ -175,7 +179,7 @@ def test_stages_of_several_devices_take_their_part_of_time_and_memory() -> None:
     forward, _ = llm.layer_ms(1000.0, 1000.0**2)
     assert first.forward_ms == pytest.approx(float(forward[:4].sum()) / 2)
     assert second.send_ms == pytest.approx(2 * (10.0 + 1000 * 8.0 / 2 / 1e5 * 1e3))
-    assert second.memory_bytes == 4 * 16000 / 2 + 4 * 1000 * 60
+    assert second.memory_bytes == 4 * 16000 / 2 + 4 * 1000 * 60 + 2 * 1000 * 8 / 2
     assert encoders[0].memory_bytes >= 4 * 16000
 
 
@@ -226,4 +230,5 @@ def test_encoders_of_every_stage_share_the_samples_of_a_microbatch() -> None:
     # half of the tokens come from the other node
     assert first.send_ms == pytest.approx(2 * (1.0 + 200 * 64.0 / 1e6 * 1e3))
     # the second is a microbatch further ahead
-    assert [stage.memory_bytes for stage in encoders] == [4 * (16000 + cells * 200 * 100) for cells in (3, 4)]
+    kept, sent = 4 * 200 * 100, 2 * 200 * 64  # the first is on the device that needs what it makes
+    assert [stage.memory_bytes for stage in encoders] == [4 * 16000 + 3 * kept, 4 * 16000 + 4 * (kept + sent)]

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.cost_model import CostModel, Curve
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
-from resilient.planners.planner import Configuration, Replica, Setting
+from resilient.planners.planner import Assignment, Configuration, Parallelism, Replica, Setting
 from resilient.planners.registry import PLANNERS, planner
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.one_pipeline import pipeline_configurations
+from resilient.planners.stages.pipeline_memory import most_held
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.schedules.validator import validate
 from tests.resilient.planners.small_jobs import small_job, small_table, small_unit
@@ -140,3 +141,48 @@ def test_no_pipelines_are_refused() -> None:
     message = "num_pipelines must be >= 1, got 0; None leaves it to the planner"
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         replace(_small()[0], num_pipelines=0)
+
+
+class _Eager:
+    """Answers with an encoder before two stages of the language model, which run ahead of each other."""
+
+    name, source = "eager", ""
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        units = {
+            "vision": Parallelism(dp=1, pp=1, stage_layers=(5,)),
+            LLM: Parallelism(dp=1, pp=2, stage_layers=(3, 4)),
+        }
+        return Configuration(units=units, num_microbatches=setting.global_batch, lead=2)
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        raise NotImplementedError
+
+
+def test_a_pipeline_that_memory_does_not_hold_is_refused_and_one_that_runs_too_far_ahead_shortened() -> None:
+    """What a layer uses while it runs counts."""
+    setting, known = _small()
+    layers = tuple(
+        replace(layer, curves=tuple(replace(each, workspace_bytes=Curve(fixed=1e6)) for each in layer.curves))
+        for layer in setting.costs.units[1].layers
+    )
+    units = (setting.costs.units[0], replace(setting.costs.units[1], layers=layers))
+    setting = replace(setting, costs=CostModel(units=units), num_nodes=3)
+    answer = _Eager().configure(setting, known)
+    eager, needed = (most_held(setting, replace(answer, lead=lead), known) for lead in (2, 1))
+    assert eager > needed > 1_000_000
+
+    def found(memory_bytes: int) -> Configuration:
+        cluster = Cluster(memory_bytes=memory_bytes)
+        return pipeline_configurations(_Eager(), replace(setting, cluster=cluster), known, range(3, 4))[3]
+
+    assert [found(memory).lead for memory in (eager, eager - 1, needed)] == [2, 1, 1]
+    message = (
+        "planner must have an answer for one pipeline on 3 to 3 nodes, got 'eager', which has none: memory_bytes must "
+        f"be >= {needed}, what a device holds of a pipeline on 3 nodes, got {needed - 1}; use more nodes, or smaller "
+        "microbatches; choose another one, or other min_pipeline_nodes"
+    )
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+        found(needed - 1)

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from resilient.planners.costs.cost_model import Curve, LayerCurves, UnitCosts, UnitLayer
-from resilient.planners.planner import Parallelism
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.planner import Parallelism, Setting
 from resilient.planners.stages.call_work import Calls, CallWork, Work
-from resilient.planners.stages.stage_work import kept_bytes
+from resilient.planners.stages.stage_work import kept_bytes, state_bytes
+from resilient.templates.inputs.cluster import Cluster
 
 CURVES = LayerCurves(
     forward=Curve(linear=1.0, fixed=3.0),
@@ -57,3 +58,17 @@ def test_a_part_that_is_none_is_refused() -> None:
     message = r"^recompute must be a part of the layers, 0 to 1, got 2; 1 means all$"
     with pytest.raises(ValueError, match=message):
         replace(SPREAD, recompute=2)
+
+
+def test_devices_of_pipelines_that_run_have_all_of_their_optimizer_or_divide_it_as_they_do_the_rest() -> None:
+    layers = (UnitLayer(name="0", curves=(CURVES,), parameter_bytes=4, optimizer_bytes=8, gradient_bytes=4),)
+    unit = replace(UNIT, layers=layers)
+    setting = Setting(
+        costs=CostModel(units=(unit,)), cluster=Cluster(devices_per_node=2), num_nodes=2, global_batch=8, microbatch=1
+    )
+    spread = Parallelism(dp=4, pp=1, stage_layers=(1,))
+    found = [
+        [state_bytes(each, unit, spread, shard=shard).tolist() for shard in (1, 2)]
+        for each in (setting, replace(setting, num_pipelines=4))
+    ]
+    assert found == [[[8 + 8 / 4], [8 / 2 + 8 / 2]], [[16.0], [8.0]]]
