@@ -183,7 +183,7 @@ def test_rank_receives_from_few_where_nobody_sends_half_as_much_as_it_receives(
 ) -> None:
     whole = ByteIntervals.of(0, 1 << 30)
     held = {f"l{i}": dict.fromkeys(range(30), whole) for i in range(num_states)}
-    needed = {state: dict.fromkeys((30, 31), whole) for state in held}
+    needed = {state: dict.fromkeys(range(30, 32), whole) for state in held}
     transfers, _ = transfers_between(needed, held)
     senders_of = Counter((each.state, each.target) for each in transfers)
     assert set(senders_of.values()) == {num_senders}
