@@ -23,8 +23,9 @@ _MAX_WHOLE_BYTES = 4 * 2**20
 _MAX_SENDERS = 16
 """Of a piece, to one rank: more do not make its own link faster, and every worker is told of each copy of its own."""
 _FEW_SENDERS = 8
-"""To one rank, of all that it lacks, where its own link is the limit; one connection alone may not fill it. Of a piece
-that many lack, where links of senders are: if each sender has a share in as many, loads are within 5 % of even."""
+"""To one rank, of all that it lacks: one connection alone may not fill its link."""
+_EVEN_SHARES = 8
+"""Where each sender of a piece has a share in as many copies of it, loads are within a tenth of even, mostly 5 %."""
 _PAGE_BYTES = 4096
 
 
@@ -99,23 +100,39 @@ def _from_few(missing: Sequence[_Missing]) -> list[Transfer]:
     """Have each rank receive from few others, if none of these has half as much to send as some rank has to receive.
 
     Returns:
-        The transfers, or none: links of senders would be the limit.
+        The transfers, or none: links of senders may be the limit.
     """
-    num_pieces, to_receive = Counter[int](), Counter[int]()
+    to_receive = Counter[int]()
     for want in missing:
-        num_pieces[want.target] += 1
         to_receive[want.target] += want.part.size
+    most_to_send = max(to_receive.values(), default=0) / 2
+    senders = {id(want.senders): want.senders for want in missing}.values()
+    num_senders = len({rank for each in senders for _, rank in each.loads})
+    if to_receive.total() > most_to_send * num_senders:
+        return []
+    num_pieces = _num_pieces(missing)
     transfers, load = _assign(missing, lambda want: -(-_FEW_SENDERS // num_pieces[want.target]))
-    if 2 * max(load.values(), default=0) <= max(to_receive.values(), default=0):
+    if max(load.values(), default=0) <= most_to_send:
         return transfers
-    for senders in {id(want.senders): want.senders for want in missing}.values():
-        senders.forget()
+    for each in senders:
+        each.forget()
     return []
 
 
 def _from_many(missing: Sequence[_Missing]) -> list[Transfer]:
     """Even out what senders have to send."""
-    return _assign(missing, lambda want: want.senders.most)[0]
+    num_pieces = _num_pieces(missing)
+
+    def most(want: _Missing) -> int:
+        even = -(-_EVEN_SHARES * len(want.senders.loads) // want.senders.num_wanting)
+        return min(_MAX_SENDERS, max(even, -(-_FEW_SENDERS // num_pieces[want.target])))
+
+    return _assign(missing, most)[0]
+
+
+def _num_pieces(missing: Sequence[_Missing]) -> Mapping[int, int]:
+    """Return how many pieces each rank lacks."""
+    return Counter(want.target for want in missing)
 
 
 def _assign(missing: Sequence[_Missing], most: Callable[[_Missing], int]) -> tuple[list[Transfer], Mapping[int, int]]:
@@ -139,12 +156,6 @@ class _Senders:
     def forget(self) -> None:
         """Take back all loads."""
         self.loads = sorted((0, rank) for _, rank in self.loads)
-
-    @property
-    def most(self) -> int:
-        """How many may send to one rank: the fewer, the more ranks there are to send to."""
-        even = -(-_FEW_SENDERS * len(self.loads) // self.num_wanting)
-        return min(_MAX_SENDERS, max(_FEW_SENDERS, even))
 
 
 @dataclass(frozen=True, slots=True)
