@@ -82,14 +82,14 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
         lacking = {rank: intervals - holders.get(rank, NO_BYTES) for rank, intervals in targets.items()}
         pieces = [(piece.intervals, _Senders(piece.holders)) for piece in common_pieces(holders)]
         wants = [
-            _Missing(state, rank, part, senders)
+            _Missing(state, rank, part, part.size, senders)
             for rank, intervals in lacking.items()
             for piece, senders in pieces
             if (part := intervals & piece)
         ]
         for want in wants:
             want.senders.num_wanting += 1
-        if sum(want.part.size for want in wants) < sum(intervals.size for intervals in lacking.values()):
+        if sum([want.size for want in wants]) < sum([intervals.size for intervals in lacking.values() if intervals]):
             lost.append(state)
         else:
             missing += wants
@@ -104,7 +104,7 @@ def _from_few(missing: Sequence[_Missing]) -> list[Transfer]:
     """
     to_receive = Counter[int]()
     for want in missing:
-        to_receive[want.target] += want.part.size
+        to_receive[want.target] += want.size
     most_to_send = max(to_receive.values(), default=0) / 2
     senders = {id(want.senders): want.senders for want in missing}.values()
     num_senders = len({rank for each in senders for _, rank in each.loads})
@@ -124,7 +124,7 @@ def _from_many(missing: Sequence[_Missing]) -> list[Transfer]:
     num_pieces = _num_pieces(missing)
 
     def most(want: _Missing) -> int:
-        even = -(-_EVEN_SHARES * len(want.senders.loads) // want.senders.num_wanting)
+        even = _EVEN_SHARES * len(want.senders.loads) // want.senders.num_wanting
         return min(_MAX_SENDERS, max(even, -(-_FEW_SENDERS // num_pieces[want.target])))
 
     return _assign(missing, most)[0]
@@ -132,7 +132,7 @@ def _from_many(missing: Sequence[_Missing]) -> list[Transfer]:
 
 def _num_pieces(missing: Sequence[_Missing]) -> Mapping[int, int]:
     """Return how many pieces each rank lacks."""
-    return Counter(want.target for want in missing)
+    return Counter([want.target for want in missing])
 
 
 def _assign(missing: Sequence[_Missing], most: Callable[[_Missing], int]) -> tuple[list[Transfer], Mapping[int, int]]:
@@ -140,7 +140,7 @@ def _assign(missing: Sequence[_Missing], most: Callable[[_Missing], int]) -> tup
     load: dict[int, int] = defaultdict(int)
     transfers: dict[tuple[str, int], list[Transfer]] = {(want.state, want.target): [] for want in missing}
     # Those with the least choice of senders first, then the largest: what is left evens the loads out.
-    for want in sorted(missing, key=lambda want: (len(want.senders.loads), -want.part.size)):
+    for want in sorted(missing, key=lambda want: (len(want.senders.loads), -want.size)):
         transfers[want.state, want.target] += _split(want, load, most(want))
     ordered = (sorted(parts, key=lambda transfer: transfer.first_byte) for parts in transfers.values())
     return list(chain.from_iterable(ordered)), load
@@ -165,6 +165,7 @@ class _Missing:
     state: str
     target: int
     part: ByteIntervals
+    size: int
     senders: _Senders
 
 
@@ -183,7 +184,7 @@ def _take_least_loaded(senders: list[tuple[int, int]], load: dict[int, int], cou
 
 def _split(want: _Missing, load: dict[int, int], most: int) -> list[Transfer]:
     """Split bytes over some least loaded holders such that their loads become as equal as can be, and add to them."""
-    left, senders, state, target = want.part.size, want.senders.loads, want.state, want.target
+    left, senders, state, target = want.size, want.senders.loads, want.state, want.target
     sources = _take_least_loaded(senders, load, min(most, -(-left // _MAX_WHOLE_BYTES)))
     level, last = _fill_level([loaded for loaded, _ in sources], left), sources[-1][1]
     intervals = iter(want.part)

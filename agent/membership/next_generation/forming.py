@@ -203,6 +203,8 @@ def _copies(
     held = {state: {rank_of[worker]: part for worker, part in of.items()} for state, of in holders.items()}
     transfers, lost = plan_transfers(problem, plan, held, len(others))
     sending = sorted({transfer.source for transfer in transfers} - set(range(len(placed))))
+    if not sending:
+        return transfers, lost, ()
     ranks = {rank: len(placed) + position for position, rank in enumerate(sending)}
     renumbered = tuple(
         msgspec.structs.replace(transfer, source=ranks[transfer.source]) if transfer.source in ranks else transfer
