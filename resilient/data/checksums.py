@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+
+_PLAIN = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8})
+"""Types that numpy knows, none of them complex."""
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
@@ -15,12 +19,22 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not values.numel():  # numpy's empty arrays have strides that no view takes
         return values.new_empty(0, dtype=torch.uint8)
-    return values.reshape(-1).view(torch.uint8)
+    values = values.reshape(-1)
+    if values.stride(0) != 1:  # a single one may have any
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a tensor's values as bytes in host memory."""
+    if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous() and not tensor.is_neg() and tensor.numel():
+        return tensor.detach().numpy().data.cast("B")
     return tensor_bytes(tensor).cpu().numpy().data
+
+
+@lru_cache(maxsize=1 << 12)
+def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{tuple(shape)}".encode()
 
 
 def entry_checksum(value: object) -> int:
@@ -34,10 +48,12 @@ def entry_checksum(value: object) -> int:
 
 
 def _take_in(hashed: xxhash.xxh3_64, value: object) -> None:
+    if isinstance(value, Tensor):  # first of all, and without the rest: samples have little else
+        hashed.update(_kind_of(value.dtype, value.shape))
+        hashed.update(bytes_of(value))
+        return
     text, content, parts = "", memoryview(b""), list[object]()
-    if isinstance(value, Tensor):
-        text, content = f"{value.dtype}{tuple(value.shape)}", bytes_of(value)
-    elif isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
         text, parts = f"objects{value.shape}", value.ravel().tolist()
     elif isinstance(value, np.ndarray | np.generic):
         text, content = f"{value.dtype}{value.shape}", memoryview(value.tobytes())

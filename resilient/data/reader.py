@@ -235,7 +235,7 @@ class MicrobatchReader:
         check_types(sample, name, is_stacked=self._collate is stack)
         loaded: dict[str, Any] = {}
         for entry, value in sample.items():
-            if _is_lazy(value):
+            if not isinstance(value, Tensor) and _is_lazy(value):
                 seed_generators(seed, epoch, index, entry)
                 value = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
             loaded[entry] = value
@@ -243,7 +243,7 @@ class MicrobatchReader:
         if not self._checked[index]:
             self._check(loaded, name)
             self._checked[index] = True
-        known = {entry: value for entry, value in loaded.items() if not any(map(_is_empty, _flat(value)))}
+        known = {entry: value for entry, value in loaded.items() if _has_values(value)}
         self._check_always(index, known, name)
         return Read(index=index, sample=loaded, ms=took_ms)
 
@@ -291,7 +291,7 @@ def _checksums(batch: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _leave_out_whole_entries(samples: Sequence[dict[str, Any]]) -> None:
     """Where an entry has no values in some samples, take them from the others: they are to be collated."""
-    empty = {entry for sample in samples for entry, value in sample.items() if any(map(_is_empty, _flat(value)))}
+    empty = {entry for sample in samples for entry, value in sample.items() if not _has_values(value)}
     for sample in samples:
         for entry in empty & sample.keys():
             value = sample[entry]
@@ -308,5 +308,8 @@ def _flat(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
+def _has_values(value: Any) -> bool:
+    """Return whether an entry of a sample has all its values: nothing of it is on ``meta``."""
+    if isinstance(value, Tensor):
+        return not value.is_meta
+    return not any(isinstance(each, Tensor) and each.is_meta for each in _flat(value))

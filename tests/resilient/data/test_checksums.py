@@ -28,6 +28,13 @@ def test_equal_entries_have_equal_checksums_however_they_lie_in_memory() -> None
     assert entry_checksum(torch.from_numpy(np.zeros(0))) == entry_checksum(torch.zeros(0, dtype=torch.float64))
 
 
+def test_single_values_count_whatever_stride_they_have() -> None:
+    negated = torch.tensor([1 - 2j]).conj().imag  # read as it is, it would be another
+    assert entry_checksum(negated) == entry_checksum(torch.tensor([2.0]))
+    halves = torch.arange(8).bfloat16()
+    assert entry_checksum(halves[::8]) == entry_checksum(halves[:1].clone())
+
+
 def test_arrays_of_objects_count_by_what_they_hold() -> None:
     def texts(end: str) -> np.ndarray:
         return np.array([f"a {end}", {"number": len(end)}], dtype=object)
