@@ -107,7 +107,7 @@ def _from_few(missing: Sequence[_Missing]) -> list[Transfer]:
         to_receive[want.target] += want.size
     most_to_send = max(to_receive.values(), default=0) / 2
     senders = {id(want.senders): want.senders for want in missing}.values()
-    num_senders = len({rank for each in senders for _, rank in each.loads})
+    num_senders = len(set[int]().union(*[each.ranks for each in senders]))
     if to_receive.total() > most_to_send * num_senders:
         return []
     num_pieces = _num_pieces(missing)
@@ -147,15 +147,16 @@ def _assign(missing: Sequence[_Missing], most: Callable[[_Missing], int]) -> tup
 
 
 class _Senders:
-    """Who all has a piece, as a heap of loads at some time and ranks, and how many ranks want bytes of it."""
+    """Who all has a piece, by rank; their loads at some time, as a heap; and how many ranks want bytes of it."""
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.loads = [(0, rank) for rank in ranks]
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
         self.num_wanting = 0
+        self.forget()
 
     def forget(self) -> None:
         """Take back all loads."""
-        self.loads = sorted((0, rank) for _, rank in self.loads)
+        self.loads = [(0, rank) for rank in self.ranks]
 
 
 @dataclass(frozen=True, slots=True)

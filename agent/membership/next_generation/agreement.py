@@ -96,11 +96,15 @@ def agree(
 
 
 def _current(progress: WorkerProgress) -> HeldStates:
-    return {name: progress.current_parts.get(name) for name in progress.current}
+    return _held(progress.current, progress.current_parts)
 
 
 def _retained(progress: WorkerProgress) -> HeldStates:
-    return {name: progress.retained_parts.get(name) for name in progress.retained}
+    return _held(progress.retained, progress.retained_parts)
+
+
+def _held(names: Collection[str], parts: Mapping[str, ByteIntervals]) -> HeldStates:
+    return {name: parts.get(name) for name in names} if parts else dict.fromkeys(names)
 
 
 def _joined(one: HeldStates, other: HeldStates) -> HeldStates:

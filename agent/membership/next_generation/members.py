@@ -76,12 +76,11 @@ class Member:
 class Outstanding:
     """Tells, time after time and of many, whether anybody is still waited for.
 
-    It remembers one, and looks for another only when that one is waited for no longer. Which one is as good as random,
-    so that of N who come in any order only about log N are looked for.
+    It remembers all who were when it last had to look, and looks again only when none of these is waited for now.
     """
 
     def __init__(self) -> None:
-        self._one: WorkerId | None = None
+        self._known: list[WorkerId] = []
 
     def has_any(self, is_awaited: Callable[[WorkerId], bool], awaited: Callable[[], Collection[WorkerId]]) -> bool:
         """Return whether anybody is.
@@ -90,13 +89,11 @@ class Outstanding:
             is_awaited: Whether one is.
             awaited: Returns all who are.
         """
-        if self._one is None or not is_awaited(self._one):
-            self._one = max(awaited(), key=_scattered, default=None)
-        return self._one is not None
-
-
-def _scattered(worker: WorkerId) -> tuple[int, WorkerId]:
-    return (worker[0] + 1) * 2654435761 % 2**32, worker  # Knuth's multiplicative hash
+        while self._known and not is_awaited(self._known[-1]):
+            self._known.pop()
+        if not self._known:
+            self._known = list(awaited())
+        return bool(self._known)
 
 
 def log_path(run_directory: str, worker: WorkerId) -> Path:

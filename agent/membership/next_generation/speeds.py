@@ -65,18 +65,20 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, flo
         in its way. Nodes of pipelines that were not measured as a whole are left out, and so are all where there is
         nothing to compare with.
     """
-    layers_ms = [_layers_ms(profile, slot) for slot in plan.slots]
-    pipelines = [
+    measured_as_a_whole = [
         slots
         for slots in _by_pipeline(plan)
         if all(stage_ms.get((slot.node, slot.local_rank), 0.0) > 0 for slot in slots)
-        and all(sum(layers_ms[slot.rank].values()) > 0 for slot in slots)
+    ]
+    layers_ms = {slot.rank: _layers_ms(profile, slot) for slots in measured_as_a_whole for slot in slots}
+    pipelines = [
+        slots for slots in measured_as_a_whole if all(sum(layers_ms[slot.rank].values()) > 0 for slot in slots)
     ]
     if len(pipelines) < 2:
         return {}
     measured = {slot.rank: stage_ms[slot.node, slot.local_rank] for slots in pipelines for slot in slots}
     _set_right(layers_ms, [slot for slots in pipelines for slot in slots], measured)
-    planned_ms_of = [sum(of_slot.values()) for of_slot in layers_ms]
+    planned_ms_of = {rank: sum(of_slot.values()) for rank, of_slot in layers_ms.items()}
     planned = [sum(planned_ms_of[slot.rank] for slot in slots) for slots in pipelines]
     rates = [
         sum(measured[slot.rank] for slot in slots) / planned_ms
@@ -100,7 +102,7 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, flo
     return found
 
 
-def _set_right(layers_ms: list[dict[int, float]], slots: Sequence[Slot], measured: Mapping[int, float]) -> None:
+def _set_right(layers_ms: dict[int, dict[int, float]], slots: Sequence[Slot], measured: Mapping[int, float]) -> None:
     """Multiply what layers are planned to take, by rank, such that it is as right for each way of sharing layers."""
     ratios: dict[tuple[bool, int] | None, list[float]] = {}
     for slot in slots:
