@@ -1,4 +1,4 @@
-"""Agents that are connections alone: they answer as their workers would, at once."""
+"""Agents that are connections alone: they answer as their workers would, at once, but for a moment to install."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from resilient.templates.inputs.derive import derive_profile
 
 MIN_PIPELINE_NODES = 6
 BATCH = 4096
+_INSTALL_S = 0.1
+"""Workers connect and copy for longer: who has its place does not keep this process from giving others theirs."""
 _AT_ONCE = 16
 """Agents that introduce themselves: one process plays all of them, and the coordinator waits for none for long."""
 
@@ -117,11 +119,10 @@ class _Agent:
         self._fleet.note_placed(told.generation)
         if packed.rank is not None:
             now = time.time()
-            self._say(
-                Installed(
-                    generation=told.generation, started_at=now, regrouped_at=now, installed_at=now, bytes_copied=0
-                )
+            done = Installed(
+                generation=told.generation, started_at=now, regrouped_at=now, installed_at=now, bytes_copied=0
             )
+            asyncio.get_running_loop().call_later(_INSTALL_S, self._say, done)
 
     def _say(self, message: FromWorkerMessage) -> None:
         self.conversation.say(encode(FromWorker(local_rank=0, message=message)))

@@ -66,7 +66,7 @@ class ByteIntervals:
         return bool(self.bounds)
 
     def __or__(self, other: ByteIntervals) -> ByteIntervals:
-        if not other or self == other:
+        if self is other or not other.bounds or self.bounds == other.bounds:  # often asked: no call of another method
             return self
         if not self:
             return other
@@ -74,15 +74,15 @@ class ByteIntervals:
         return _where(bounds, ours | theirs)
 
     def __and__(self, other: ByteIntervals) -> ByteIntervals:
-        if not self or self == other:
+        if self is other or not self.bounds or self.bounds == other.bounds:
             return self
         bounds, (ours, theirs) = _cells((self, other))
         return _where(bounds, ours & theirs)
 
     def __sub__(self, other: ByteIntervals) -> ByteIntervals:
-        if self == other:
+        if self is other or self.bounds == other.bounds:
             return NO_BYTES
-        if not other:
+        if not other.bounds:
             return self
         bounds, (ours, theirs) = _cells((self, other))
         return _where(bounds, ours & ~theirs)
@@ -113,12 +113,12 @@ def common_pieces(holders: Mapping[int, ByteIntervals]) -> tuple[Piece, ...]:
     Args:
         holders: By rank, what it holds of the state.
     """
-    ranks_of: dict[ByteIntervals, list[int]] = {}
+    ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(holders):
-        ranks_of.setdefault(holders[rank], []).append(rank)
+        ranks_of.setdefault(holders[rank].bounds, []).append(rank)
     if len(ranks_of) <= 1:
-        return tuple(Piece(tuple(ranks), intervals) for intervals, ranks in ranks_of.items())
-    bounds, inside = _cells(tuple(ranks_of))
+        return tuple(Piece(tuple(ranks), holders[ranks[0]]) for ranks in ranks_of.values())
+    bounds, inside = _cells([holders[ranks[0]] for ranks in ranks_of.values()])
     patterns, which = np.unique(inside, axis=1, return_inverse=True)
     pieces: list[Piece] = []
     for index, pattern in enumerate(patterns.T):

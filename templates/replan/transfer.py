@@ -7,7 +7,7 @@ by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, chain
@@ -79,17 +79,21 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
     lost: list[str] = []
     for state, targets in needed.items():
         holders = held.get(state, {})
-        lacking = {rank: intervals - holders.get(rank, NO_BYTES) for rank, intervals in targets.items()}
+        lacking = [
+            (rank, lack) for rank, intervals in targets.items() if (lack := intervals - holders.get(rank, NO_BYTES))
+        ]
+        if not lacking:
+            continue
         pieces = [(piece.intervals, _Senders(piece.holders)) for piece in common_pieces(holders)]
         wants = [
             _Missing(state, rank, part, part.size, senders)
-            for rank, intervals in lacking.items()
+            for rank, intervals in lacking
             for piece, senders in pieces
             if (part := intervals & piece)
         ]
         for want in wants:
             want.senders.num_wanting += 1
-        if sum([want.size for want in wants]) < sum([intervals.size for intervals in lacking.values() if intervals]):
+        if sum([want.size for want in wants]) < sum([intervals.size for _, intervals in lacking]):
             lost.append(state)
         else:
             missing += wants
