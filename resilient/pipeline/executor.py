@@ -36,6 +36,9 @@ _NOT_RECORDED = nullcontext()
 _SHAPES_KNOWN_STEPS = 100
 """Steps for which borders remember the shapes of messages: all workers begin anew in the same ones."""
 
+_AHEAD_BYTES = 32 << 20
+"""Of samples that are read while the first message of a step is on its way: little beside what plans leave free."""
+
 
 class Executor:
     """Runs the actions of one worker's row, step after step.
@@ -82,12 +85,16 @@ class Executor:
         self.failed_action: str | None = None
         self._taken: RowActions | None = None
 
-    def run(self, work: StepWork) -> Tensor:
+    def run(self, work: StepWork, *, reads_here: bool = False) -> Tensor:
         """Run the step up to the reduced gradients; return the losses summed over this row's microbatches.
 
         Float64, ``[num_losses]``, in the order of :func:`resilient.models.summed_loss.loss_units`.
 
         Under ``torch.profiler`` every action is a ``record_function`` by its printed name.
+
+        Args:
+            work: The step.
+            reads_here: Samples are read by this process, which can do so while it has nothing to compute.
 
         Raises:
             CommunicationError: The step is given up; gradients are to be dropped. It says at which action.
@@ -103,6 +110,7 @@ class Executor:
             for border in (*self._upstream.values(), *self._downstream.values()):
                 border.forget()
         self._handovers = Handovers(of_row, work.samples, work.num_features)
+        self._reads_here = reads_here
         self._batches: dict[CellPart, Batch] = {}
         self._received: dict[StageLink, Activations] = {}
         self._sent: dict[StageLink, Activations] = {}
@@ -250,11 +258,28 @@ class Executor:
         if following is not None and (following.lane, following.index) not in self._work.idle:
             ahead = self._of_row.links(following)
         to_post = [(link, self._shapes(link)) for link in ahead]
+        if self._reads_here and action is self._of_row.actions[0]:
+            for link in self._of_row.links(action):
+                self._upstream[self._of_row.border(link)].post(self._of_row.number(link), self._shapes(link))
+            self._read_ahead()
         for link in self._of_row.links(action):
             border = self._upstream[self._of_row.border(link)]
             self._received[link] = border.receive(self._of_row.number(link), self._shapes(link))
         for link, shapes in to_post:
             self._upstream[self._of_row.border(link)].post(self._of_row.number(link), shapes)
+
+    def _read_ahead(self) -> None:
+        """Read what the row computes later in the step, as far as it is little, while it has nothing to compute."""
+        left = _AHEAD_BYTES
+        for action in self._of_row.actions:
+            if action.op is not Op.FORWARD or self._is_idle(action):
+                continue
+            for part in self._of_row.parts(self._of_row.stage(action), action.index):
+                self._comm.check()
+                num_bytes = sum(value.nbytes for value in self._batch(part).values() if not value.is_meta)
+                left -= num_bytes
+                if left < num_bytes:  # the next one is as large, as far as is known
+                    return
 
     def _send_b(self, action: Action) -> None:
         (link,) = self._of_row.links(action)

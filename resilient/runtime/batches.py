@@ -91,6 +91,11 @@ class Batches:
         if self._ahead is not None:
             self._ahead.enter(cells_of, reads)
 
+    @property
+    def reads_here(self) -> bool:
+        """Whether samples are read when they are asked for; otherwise other processes read them ahead of time."""
+        return self._ahead is None
+
     def num_targets(self, step: int) -> int:
         """Return the number of loss-bearing targets of a step's global batch, from metadata alone.
 

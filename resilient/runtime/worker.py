@@ -315,7 +315,7 @@ class Worker:
         ledger.begin_step()
         num_targets = self._batches.num_targets(step)
         work = session.steps.work(step, num_targets, partial(self._batches.batch, step))
-        losses = session.executor.run(work)
+        losses = session.executor.run(work, reads_here=self._batches.reads_here)
         self._faults.reach("prepare", step)
         pause = self._guard.pause_wanted(session.generation)
         with session.executor.span_recorder.during("prepare"):
