@@ -6,6 +6,7 @@ state along; the step count follows from the state's version.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -235,6 +236,23 @@ def _by_rates(windows: Iterable[UpdatedWindow]) -> list[dict[str, Any]]:
     ]
 
 
+class _Eager(torch.optim.Optimizer):
+    """Has torch's methods without their decorators for ``torch.compile``.
+
+    These import torch._dynamo, which takes longer than torch itself, in each process of a job that compiles nothing.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+
+class _AdamW(_Eager, torch.optim.AdamW):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class _SGD(_Eager, torch.optim.SGD):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
 def _hook(optimizer: torch.optim.Optimizer, vectors: WholeVectors) -> None:
     optimizer.register_step_pre_hook(vectors.gather)
     optimizer.register_step_post_hook(vectors.scatter)
@@ -277,7 +295,7 @@ class AdamW(_Description):
 
     def build(self, states: Iterable[LayerState], num_updates: int) -> torch.optim.Optimizer:
         vectors = WholeVectors(window for state in states for window in state.windows)
-        optimizer = torch.optim.AdamW(_by_rates(vectors.windows), betas=self.betas, eps=self.eps, fused=True)
+        optimizer = _AdamW(_by_rates(vectors.windows), betas=self.betas, eps=self.eps, fused=True)
         _hook(optimizer, vectors)
         for window in vectors.windows:
             step = torch.tensor(float(num_updates), dtype=torch.float32, device=window.parameter.device)
@@ -323,7 +341,7 @@ class SGD(_Description):
     def build(self, states: Iterable[LayerState], num_updates: int) -> torch.optim.Optimizer:
         vectors = WholeVectors(window for state in states for window in state.windows)
         groups = _by_rates(vectors.windows)
-        optimizer = torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.nesterov, fused=True)
+        optimizer = _SGD(groups, momentum=self.momentum, nesterov=self.nesterov, fused=True)
         _hook(optimizer, vectors)
         for window in vectors.windows:
             optimizer.state[window.parameter] = dict(window.slots)

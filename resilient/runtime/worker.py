@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -120,6 +121,7 @@ class Worker:
     ) -> None:
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # seeds and timing events are the current device's
+            import_module("torch._dynamo")  # by the first layer that is recomputed, which may be in a recovery
         self._job = job
         self._client = client
         self._traced_steps = traced_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,16 @@ def test_flat_optimizer_equals_torch_on_parameters_when_rebuilt(optimizer: Optim
     frozen = assemble(model, seed=1, dtype=torch.float64).layer("block.0")
     for name, parameter in frozen.named_parameters():
         assert torch.equal(states["block.0"].parameters[name], parameter)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=0.1), SGD(lr=0.1)])
+def test_nothing_of_the_compiler_is_imported(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import of it fails
+    ours = optimizer.build(fresh_states(TiedModel(num_blocks=1), optimizer).values(), 0)
+    for group in ours.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    ours.step()
 
 
 def fresh_states(model: TiedModel, optimizer: Optimizer) -> dict[str, LayerState]:
