@@ -326,9 +326,11 @@ class NodeAgent:
         assert self._pool is not None
         assert self._spawner is not None
         assert self._welcome is not None
+        if injection.worker_only and not 0 <= injection.worker < self._options.num_workers:
+            return
         faults.record(injection, self._welcome.run_directory, None, None)
         if injection.worker_only:
-            self._pool.send_signal(self._spawner, 0, signal.SIGKILL)
+            self._pool.send_signal(self._spawner, injection.worker, signal.SIGKILL)
         else:
             faults.strike(injection)
 

@@ -79,7 +79,9 @@ class JobRun:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def fail_at(*, step: int, phase: str | None = None, node: int = 0, worker_only: bool = False) -> Injection:
+def fail_at(
+    *, step: int, phase: str | None = None, node: int = 0, worker_only: bool = False, worker: int = 0
+) -> Injection:
     """Describe a failure for :func:`run_job` to cause, with SIGKILL.
 
     Args:
@@ -90,18 +92,20 @@ def fail_at(*, step: int, phase: str | None = None, node: int = 0, worker_only: 
             to return also of one unit, as in ``vision.forward``. Save, of the checkpoint of this step. Or, of a
             recovery in it, regroup, connect, copy, verify or assign. None for as the step begins.
         node: Which node: they are numbered from 0.
-        worker_only: Kill only the node's first worker, as it gets there; its agent survives.
+        worker_only: Kill only one worker of the node, as it gets there; its agent survives.
+        worker: Which one that is: they are numbered from 0.
 
     Raises:
         ArgumentError: An argument cannot be.
     """
     _check_count("step", step, 1, "steps are numbered from 1")
     _check_count("node", node, 0, "nodes are numbered from 0")
+    _check_count("worker", worker, 0, "workers are numbered from 0")
     if type(worker_only) is not bool:
         raise ArgumentError("worker_only", "be True or False", repr(worker_only), "leave it out to kill the whole node")
     if phase is not None:
         check_phase(phase)
-    return Injection(node=node, at_step=step, at_phase=phase, worker_only=worker_only)
+    return Injection(node=node, at_step=step, at_phase=phase, worker_only=worker_only, worker=worker)
 
 
 def run_job(

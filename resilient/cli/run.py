@@ -144,7 +144,8 @@ def run(
         float, typer.Option(help="Time for others to join when too few nodes are left; 0 for stopping at once.")
     ] = 10.0,
     inject: Annotated[
-        list[str] | None, typer.Option(help='A failure to cause, "node=2,step=15,phase=backward[,worker]"; repeatable.')
+        list[str] | None,
+        typer.Option(help='A failure to cause, "node=2,step=15,phase=backward[,worker[=1]]"; repeatable.'),
     ] = None,
     domains: Annotated[
         str,
@@ -273,7 +274,7 @@ def _failed(context: typer.Context, error: Exception) -> typer.Exit:
 
 
 def parse_injection(text: str) -> Injection:
-    """Read ``node=2,step=15,phase=backward,worker``.
+    """Read ``node=2,step=15,phase=backward,worker``, or ``worker=1`` for another than the node's first worker.
 
     Raises:
         ArgumentError: It does not have this form.
@@ -290,16 +291,18 @@ def parse_injection(text: str) -> Injection:
         node, at_step = int(fields["node"]), int(fields["step"]) if "step" in fields else None
         if phase is not None:
             check_phase(phase)
-        if node < 0 or (at_step is not None and at_step < 1):
+        worker = int(fields.get("worker") or 0)
+        if node < 0 or worker < 0 or (at_step is not None and at_step < 1):
             raise ValueError(text)
         return Injection(
             node=node,
             at_step=at_step,
             at_phase=phase,
             worker_only="worker" in fields,
+            worker=worker,
         )
     except (KeyError, ValueError):
-        form, fix = '"node=2,step=15,phase=backward[,worker]"', f"phases are {', '.join(PHASES)}"
+        form, fix = '"node=2,step=15,phase=backward[,worker[=1]]"', f"phases are {', '.join(PHASES)}"
         raise ArgumentError("inject", f"look like {form}", repr(text), fix) from None
 
 

@@ -64,13 +64,15 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
         at_step: Fire in this step (1 = the first); at once or at the next ``at_phase`` when None.
         at_phase: One of :data:`resilient.protocol.phases.PHASES`, of any unit or, as in ``vision.forward``, of one;
             None for "as the step begins", or at once when ``at_step`` is None too.
-        worker_only: Kill only the worker process, its agent survives.
+        worker_only: Kill only a worker process, its agent survives.
+        worker: Which of the node's workers that is, from 0; one that the node does not have is never killed.
     """
 
     node: int
     at_step: int | None = None
     at_phase: str | None = None
     worker_only: bool = False
+    worker: int = 0
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):

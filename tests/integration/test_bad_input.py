@@ -162,7 +162,7 @@ def test_script_that_does_not_train_at_all(tmp_path: Path) -> None:
 def test_injection_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     done = run_command("run", "--run-dir", tmp_path / "run", "--inject", text, CHAIN)
     assert done.returncode == 1
-    assert '--inject must look like "node=2,step=15,phase=backward[,worker]"' in words(done.stderr)
+    assert '--inject must look like "node=2,step=15,phase=backward[,worker[=1]]"' in words(done.stderr)
     assert not (tmp_path / "run").exists()
 
 

@@ -43,6 +43,7 @@ def test_failure_is_described() -> None:
     assert fail_at(step=3, phase="commit", node=2, worker_only=True) == Injection(
         node=2, at_step=3, at_phase="commit", worker_only=True
     )
+    assert fail_at(step=3, worker_only=True, worker=1) == Injection(node=0, at_step=3, worker_only=True, worker=1)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ def test_failure_is_described() -> None:
         ({"step": "5"}, "step must be a whole number >= 1, got '5'; steps are numbered from 1"),
         ({"step": 2.0}, "step must be a whole number >= 1, got 2.0; steps are numbered from 1"),
         ({"step": 1, "node": None}, "node must be a whole number >= 0, got None; nodes are numbered from 0"),
+        ({"step": 1, "worker": -1}, "worker must be a whole number >= 0, got -1; workers are numbered from 0"),
         ({"step": 1, "worker_only": 1},
          "worker_only must be True or False, got 1; leave it out to kill the whole node"),
         ({"step": 1, "phase": "lunch"},

@@ -21,7 +21,7 @@ class Injections:
         elif injection.at_step is None and injection.at_phase is None:
             self._context.tell(injection.node, Kill(injection=injection))
         elif injection.worker_only:
-            self._context.send((injection.node, 0), Arm(injection=injection))
+            self._context.send((injection.node, injection.worker), Arm(injection=injection))
         else:
             self._context.send_node(injection.node, Arm(injection=injection))
 

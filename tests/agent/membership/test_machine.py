@@ -335,6 +335,10 @@ def test_injection_at_once_goes_to_the_agent_and_a_later_one_to_the_workers() ->
     now, later = Injection(node=1), Injection(node=1, at_step=5, at_phase="reduce")
     assert job.feed(FailureWanted(injection=now)) == [Tell(node=1, message=Kill(injection=now))]
     assert job.feed(FailureWanted(injection=later)) == [Send(node=1, local_rank=None, message=Arm(injection=later))]
+    of_worker = Injection(node=1, at_step=5, worker_only=True, worker=1)
+    assert job.feed(FailureWanted(injection=of_worker)) == [
+        Send(node=1, local_rank=1, message=Arm(injection=of_worker))
+    ]
 
 
 def test_injection_waits_for_its_node() -> None:

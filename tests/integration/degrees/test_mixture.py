@@ -40,9 +40,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Run:
             launcher.add_node()
 
     inject = [
-        fail_at(node=1, step=3, phase="gather"),
+        fail_at(node=1, step=3, phase="scatter"),
         fail_at(node=3, step=3, phase="regroup"),
-        fail_at(node=0, step=8, phase="gather", worker_only=True),
+        fail_at(node=0, step=8, phase="gather", worker_only=True, worker=1),
     ]
     arguments = (*ARGUMENTS, "8", "--known-costs", "--change-after", "6")
     return run_job(tmp_path_factory.mktemp("mixed"), *arguments, script=TEXT, nodes=4, act=act, inject=inject, **MIXED)
@@ -60,7 +60,7 @@ def methods(generation: Event) -> list[tuple[int, str]]:
 def test_pipelines_of_different_methods_train_on_through_failures_and_a_join(mixed: Run) -> None:
     assert mixed.exit_code == 0, mixed.reason
     check_survivors(mixed)
-    assert [fired["phase"] for fired in mixed.failures] == ["gather", "regroup", "gather"]
+    assert [fired["phase"] for fired in mixed.failures] == ["scatter", "regroup", "gather"]
     assert all(recovery["lost_steps"] <= 1 for recovery in mixed.report["recoveries"])
     of_nodes = {tuple(generation["nodes"]): methods(generation) for generation in mixed.generations}
     assert of_nodes[0, 1, 2, 3] == [(1, ONE_DEVICE), *[(1, SHARDED)] * 3]

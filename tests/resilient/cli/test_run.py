@@ -25,6 +25,7 @@ from resilient.protocol.messages import Injection
         ("node=2, step=15, phase=backward", Injection(node=2, at_step=15, at_phase="backward")),
         ("node=2,phase=vision.send", Injection(node=2, at_phase="vision.send")),
         ("node=0,phase=copy,worker", Injection(node=0, at_phase="copy", worker_only=True)),
+        ("node=0,phase=copy,worker=1", Injection(node=0, at_phase="copy", worker_only=True, worker=1)),
     ],
 )
 def test_injections_are_read(text: str, injection: Injection) -> None:
@@ -43,10 +44,14 @@ def test_injections_are_read(text: str, injection: Injection) -> None:
         "node=1,stop=3",
         "node=-1",
         "node=1,step=0",
+        "node=1,worker=x",
+        "node=1,worker=-1",
     ],
 )
 def test_bad_injection_shows_the_form(text: str) -> None:
-    with pytest.raises(ValueError, match=r'^inject must look like "node=2,step=15,phase=backward\[,worker\]", got'):
+    with pytest.raises(
+        ValueError, match=r'^inject must look like "node=2,step=15,phase=backward\[,worker\[=1\]\]", got'
+    ):
         parse_injection(text)
 
 
