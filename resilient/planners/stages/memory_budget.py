@@ -25,9 +25,14 @@ from resilient.templates.common.arrays import Flags, Floats, Ints
 
 def windows(configuration: Configuration, unit: str) -> Ints:
     """Return how many microbatches in a row each stage of a unit holds. [num_stages]"""
+    return in_flight(configuration.units[unit], passed_behind(configuration, unit))
+
+
+def passed_behind(configuration: Configuration, unit: str) -> int:
+    """Return how many microbatches go on in units behind one until one comes back from them."""
     names = list(configuration.units)
     after = names[max(names.index(unit) + 1, names.index(LLM)) :]
-    return in_flight(configuration.units[unit], sum(passed(configuration.units[each]) for each in after))
+    return sum(passed(configuration.units[each]) for each in after)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

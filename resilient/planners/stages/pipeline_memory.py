@@ -15,8 +15,9 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
-from resilient.planners.stages.memory_budget import windows
+from resilient.planners.stages.memory_budget import passed_behind, windows
 from resilient.planners.stages.unit_memory import LaneCell, StageBytes, stage_bytes
+from resilient.planners.stages.virtual_stages import held_together
 from resilient.templates.common.arrays import Flags, Ints
 
 
@@ -96,10 +97,11 @@ def _held(
     running: dict[str, Ints] = {}
     rows = {unit.name: unit_rows(layout, unit.name) for unit in setting.costs.units}
     for unit in setting.costs.units:
-        spread, in_flight = configuration.units[unit.name], _in_flight(configuration, unit.name, rows)
-        cells_of = [_cell(setting, unit, cells, rows, lane) for lane in range(len(in_flight))]
+        spread = configuration.units[unit.name]
+        cells_of = [_cell(setting, unit, cells, rows, lane) for lane in range(len(rows[unit.name]))]
         known = {cell: stage_bytes(unit, spread, configuration.shard, cell) for cell in dict.fromkeys(cells_of)}
         of_lanes = [known[cell] for cell in cells_of]
+        in_flight = _in_flight(configuration, unit.name, np.stack([lane.kept for lane in of_lanes]))
         each = [lane.kept if with_activations else lane.handed_on for lane in of_lanes]
         held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches) + in_flight * np.stack(each)
         running[unit.name] = np.stack([lane.running for lane in of_lanes])
@@ -115,14 +117,17 @@ def _whole_step(lanes: list[StageBytes], num_cells: int) -> Ints:
     return np.stack([lane.state + lane.arriving + num_cells * lane.sent for lane in lanes])
 
 
-def _in_flight(configuration: Configuration, name: str, rows: Mapping[str, Ints]) -> Ints:
-    """Return how many cells each stage holds at most. [num_lanes, num_stages]"""
-    shape = rows[name].shape
+def _in_flight(configuration: Configuration, name: str, kept: Ints) -> Ints:
+    """Return how many cells each stage holds when its device holds most. [num_lanes, num_stages]"""
+    shape, spread = kept.shape, configuration.units[name]
     if configuration.shard > 1:
         return np.ones(shape, dtype=np.int64)  # each goes through all units of its device before the next one
     if name != LLM and configuration.encoders_come_first:
         return np.full(shape, configuration.num_microbatches)
-    ahead = np.zeros(len(rows[name]), dtype=np.int64)
+    if spread.chunks > 1:
+        behind = passed_behind(configuration, name)
+        return np.stack([held_together(spread, behind, configuration.lead, each) for each in kept])
+    ahead = np.zeros(len(kept), dtype=np.int64)
     if name != LLM and configuration.encoders is Encoders.REPLICATED:
         ahead += np.arange(len(ahead))  # of the language model's stage in their row
     return 1 + configuration.lead * (windows(configuration, name) - 1) + ahead[:, None]

@@ -33,6 +33,30 @@ def in_flight(spread: Parallelism, behind: int) -> Ints:
     return groups * spread.pp + np.minimum(rest, spread.pp)
 
 
+def held_together(spread: Parallelism, behind: int, lead: int, kept: Ints) -> Ints:
+    """Return how many microbatches each of several stages of a row holds when the row holds most. [num_stages]
+
+    Each holds the most at another time than the others.
+
+    Args:
+        spread: How the unit is spread, in several stages a row.
+        behind: As for :func:`in_flight`.
+        lead: Microbatches that a stage runs ahead of the next one.
+        kept: Of each microbatch. [num_stages]
+    """
+    stages = np.arange(spread.num_stages)
+
+    def begun(parts: Ints) -> Ints:
+        groups, rest = np.divmod(parts, spread.num_stages)
+        return groups * spread.pp + np.minimum(rest + 1, spread.pp)
+
+    # While as many begin as end, the stages of a row take turns that come again with each group.
+    own = stages[:, None] - stages
+    held = begun(own) - begun(own - (1 + lead) * stages[::-1] - 1 - lead * spread.chunks * behind)
+    fullest = by_row(spread, (held * kept).astype(np.float64)).argmax(axis=0)
+    return held[np.tile(fullest, spread.chunks), stages]
+
+
 def passed(spread: Parallelism) -> int:
     """Return how many microbatches go on in units before it until one comes back from a unit."""
     if spread.chunks == 1:

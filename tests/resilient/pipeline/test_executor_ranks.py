@@ -27,10 +27,14 @@ from resilient.runtime.commit import Ballot, Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import WorkerContext, install
 from resilient.runtime.job import Job
+from resilient.runtime.sample_agreement import SampleAgreement
+from resilient.runtime.steps.learning import Learning
+from resilient.runtime.steps.planning import UnitPlanning
 from resilient.runtime.steps.steps import Steps
 from resilient.state import checkpoint
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import Manifest, folder, write_manifest
+from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.schedules.kind import ScheduleKind, rows_of_stages
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -68,15 +72,20 @@ class Place:
     comm: Communicator
     ledger: Ledger
     steps: Steps
+    sample_agreement: SampleAgreement
 
 
-def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Place:
-    """Enter a generation of a plan."""
+def installed(
+    job: Job, plan: Plan, rank: int, address: str, path: Path, planned: tuple[ModelProfile, UnitPlanning] | None = None
+) -> Place:
+    """Enter a generation of a plan, of units if they are planned."""
+    profile, planning = planned or (make_profile(job), None)
     layouts = job.layouts()
     ledger = Ledger(job.optimizer, job.clip_grad_norm)
     context = WorkerContext(
-        job=job, profile=make_profile(job), layouts=layouts, ledger=ledger, guard=GenerationGuard(),
-        faults=Faults(str(path)), host=HOST, store_client=StoreClient(SECRET),
+        job=job, profile=profile, layouts=layouts, ledger=ledger, guard=GenerationGuard(),
+        faults=Faults(str(path)), host=HOST, store_client=StoreClient(SECRET), planning=planning,
+        learning=Learning(planning.units, planning.degrees) if planning else None,
     )  # fmt: skip
     session, report = install(
         context,
@@ -86,7 +95,7 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     assert report.bytes_copied == 0
     return Place(
         executor=session.executor, gradient_sync=session.gradient_sync, comm=session.comm, ledger=ledger,
-        steps=session.steps,
+        steps=session.steps, sample_agreement=session.sample_agreement,
     )  # fmt: skip
 
 

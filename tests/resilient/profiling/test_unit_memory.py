@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from transformers import LlamaConfig, ViTConfig
 
-from resilient.comm import StoreClient
 from resilient.data.lengths import SampleLengths
 from resilient.models.multimodal.generator import GeneratorModule
 from resilient.models.multimodal.module import EncoderModule, MultimodalModule
@@ -26,21 +25,13 @@ from resilient.planners.planner import Assignment, Configuration, Encoders, Para
 from resilient.planners.published.baselines.mean_microbatch import in_order
 from resilient.profiling.unit_cells import draw_lengths
 from resilient.profiling.unit_costs import mean_profile, measure_units
-from resilient.protocol.fault_injection import Faults
-from resilient.protocol.messages import Generation
 from resilient.runtime.batches import Batches
-from resilient.runtime.commit import Ledger
-from resilient.runtime.generation_guard import GenerationGuard
-from resilient.runtime.install import WorkerContext, install
 from resilient.runtime.job import Job
-from resilient.runtime.steps.learning import Learning
 from resilient.runtime.steps.planning import UnitPlanning, feeds_of
-from resilient.state.manifest import folder
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan
-from tests.resilient.pipeline.test_executor_ranks import STEP, Place, work_of, write_initial
+from tests.resilient.pipeline.test_executor_ranks import STEP, installed, work_of, write_initial
 from tests.resilient.profiling.test_stage_memory import BEGUN, most_of_rank
-from tests.resilient.ranks import HOST, SECRET
 from tests.resilient.small import make_job
 
 PATCH, PATCHES, WORDS, DRAWN = 4, 24, 40, 16
@@ -173,32 +164,18 @@ def most_allocated(plan: Plan, setting: Setting, measured: tuple[Job, CostModel,
         planner=InOrder(), costs=costs, lengths=SampleLengths(job.dataset, job.model),
         feeds=feeds_of(job.model.units), templates=(), cluster=setting.cluster,
     )  # fmt: skip
+    profile = mean_profile(job, costs, samples)
     write_initial(job, path)
 
     def work(own: int, address: str) -> None:
-        context = WorkerContext(
-            job=job, profile=mean_profile(job, costs, samples), layouts=job.layouts(),
-            ledger=Ledger(job.optimizer, job.clip_grad_norm), guard=GenerationGuard(), faults=Faults(str(path)),
-            host=HOST, store_client=StoreClient(SECRET), planning=planning,
-            learning=Learning(planning.units, planning.degrees),
-        )  # fmt: skip
-        session, _ = install(
-            context,
-            Generation(generation=1, rank=own, plan=plan, version=STEP - 1, roll_forward=None, transfers=(),
-                       source=str(folder(path, STEP - 1)), store_address=address)
-        )  # fmt: skip
-        steps, batches = session.steps, Batches(job)
-        steps.begin(STEP - 1)
-        batches.enter(steps.cells, session.sample_agreement.reads, steps.lengths)
-        place = Place(
-            executor=session.executor, gradient_sync=session.gradient_sync, comm=session.comm, ledger=context.ledger,
-            steps=steps,
-        )  # fmt: skip
+        place, batches = installed(job, plan, own, address, path, (profile, planning)), Batches(job)
+        place.steps.begin(STEP - 1)
+        batches.enter(place.steps.cells, place.sample_agreement.reads, place.steps.lengths)
         with record_function(BEGUN):
             pass
-        session.executor.run(work_of(place, batches, STEP))
-        session.comm.all_reduce(torch.zeros(1), tuple(range(session.comm.size))).wait()  # the barrier of every step
-        session.gradient_sync.close()
-        steps.close()
+        place.executor.run(work_of(place, batches, STEP))
+        place.comm.all_reduce(torch.zeros(1), tuple(range(place.comm.size))).wait()  # the barrier of every step
+        place.gradient_sync.close()
+        place.steps.close()
 
     return most_of_rank(0, len(plan.slots), work)

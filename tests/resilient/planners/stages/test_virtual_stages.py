@@ -18,10 +18,14 @@ from resilient.planners.planner import Configuration, Encoders, Parallelism, Rep
 from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.device_layout import DeviceLayout
+from resilient.planners.stages.pipeline_memory import most_held
 from resilient.planners.stages.redundancy import check_redundancy
 from resilient.planners.stages.stage_work import state_bytes
-from resilient.planners.stages.virtual_stages import cut_rounds
+from resilient.planners.stages.virtual_stages import by_row, cut_rounds, held_together
 from resilient.templates.inputs.cluster import Link
+from resilient.templates.schedules.graph import Backward, LaneName, StepGraph, UnitLane
+from resilient.templates.schedules.schedule import Op
+from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.schedules.validator import validate
 from tests.resilient.planners.jobs_of_planners import COSTS, setting, table, unit
 
@@ -54,6 +58,16 @@ def test_memory_holds_what_interleaved_stages_keep(lost: int) -> None:
     assert 0.95 < max(peaks) <= 1
 
 
+@pytest.mark.parametrize("rows", [(1, 2), (2, 2), (1, 4)])
+def test_planned_rows_hold_what_a_step_of_mean_cells_does(rows: tuple[int, int]) -> None:
+    found, batch = replace(spread(*rows, 2, dp=1), num_microbatches=16), even(32, 10, 1000)
+    job = replace(setting(), num_nodes=sum(rows), num_pipelines=1)
+    replicas = [Replica(num_microbatches=16)]
+    assignment = DistTrain().assign(job, found, batch, replicas)
+    peak = evaluate(job, found, assignment, batch, replicas).peak_bytes
+    assert most_held(job, found, batch) == pytest.approx(peak, rel=0.001)
+
+
 @settings(deadline=None)
 @given(costs=st.lists(st.floats(0, 10), min_size=4, max_size=9), depth=st.integers(2, 3), chunks=st.integers(1, 2))
 def test_layers_are_cut_as_evenly_as_one_layer_at_a_time_makes_them(
@@ -75,6 +89,23 @@ def test_layers_are_cut_as_evenly_as_one_layer_at_a_time_makes_them(
         moved = tuple(each - (at == giver) + (at == taker) for at, each in enumerate(found))
         if min(moved) >= 1:
             assert slowest(found) <= slowest(moved) + 1e-6
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 2), st.data())
+def test_rows_hold_together_what_their_schedule_keeps(pp: int, chunks: int, lead: int, data: st.DataObject) -> None:
+    number = pp * chunks
+    kept = np.array(data.draw(st.lists(st.integers(0, 9), min_size=number, max_size=number)))
+    rows = tuple(stage % pp for stage in range(number))
+    cells = tuple(range(6 * pp))
+    lane = UnitLane(name=LaneName(LLM, 0), rows=rows, cells=cells, backwards=(Backward.ALL,) * number, whole=True)
+    schedule = generate_units(StepGraph(lanes=(lane,), flows=(), num_rows=pp), lead=lead)
+    now, most = np.zeros(pp), np.zeros(pp)
+    for op, stage, *_ in schedule.codes.tolist():
+        now[rows[stage]] += kept[stage] * ((op == Op.FORWARD) - (op == Op.BACKWARD))
+        most = np.maximum(most, now)
+    spread = Parallelism(dp=1, pp=pp, chunks=chunks)
+    assert by_row(spread, kept * held_together(spread, 0, lead, kept)).tolist() == most.tolist()
 
 
 def test_equal_layers_are_cut_as_well_as_they_can_be() -> None:
