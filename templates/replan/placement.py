@@ -106,7 +106,8 @@ class Placer:
         lost = np.bincount(pipelines[~there], minlength=len(layouts))
         self._same: dict[tuple[int, ...], int] = {}  # a number for each layout: pipelines are many, layouts few
         same = [self._same.setdefault(layout, len(self._same)) for layout in layouts]
-        self._most_complete_first = [(number, same[number]) for number in np.argsort(lost, kind="stable").tolist()]
+        fewest_lost: list[int] = np.argsort(lost, kind="stable").tolist()
+        self._most_complete_first = [(number, same[number]) for number in fewest_lost]
         labels: list[str | int] = [domains.get(node, node) for node in nodes] if domains else []
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         self._domains = np.array([numbers[label] for label in labels])
