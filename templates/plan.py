@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.byte_intervals import ByteIntervals, Piece, common_pieces, redundancy
@@ -271,7 +271,7 @@ class Plan:
     @cached_property
     def nodes(self) -> tuple[int, ...]:
         """All nodes, pipeline by pipeline."""
-        return tuple(node for pipeline in self.pipelines for node in pipeline.nodes)
+        return tuple(chain.from_iterable(pipeline.nodes for pipeline in self.pipelines))
 
     @property
     def finish_ms(self) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from resilient.common.arguments import check_number, described, whole_number
 from resilient.errors import ArgumentError
 from resilient.protocol.checkpoint_pace import AUTO_CHECKPOINTS
+from resilient.templates.common.words import look_up
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, chunks_of
 
@@ -125,9 +126,8 @@ def training_schedule(name: str) -> str:
     Raises:
         ArgumentError: There is none of that name, or it does not train.
     """
-    known = (*SCHEDULES, AUTO_SCHEDULE)
-    if name not in known:
-        fix = "choose one of them, 1f1b needs the least memory; learning rates are the optimizer's lr_schedule"
-        got = repr(str(name)) if isinstance(name, str) else described(name)
-        raise ArgumentError("schedule", f"be one of {list(known)}", got, fix)
-    return ScheduleKind(name).value if name in SCHEDULES else AUTO_SCHEDULE
+    known = {each: each for each in (*SCHEDULES, AUTO_SCHEDULE)}
+    if not isinstance(name, str):
+        fix = "choose one of them; learning rates are the optimizer's lr_schedule"
+        raise ArgumentError("schedule", f"be one of {', '.join(known)}", described(name), fix)
+    return look_up("schedule", name, known)

@@ -104,7 +104,10 @@ class Placer:
         self._pipeline_of = np.full(len(nodes), _NONE)
         self._pipeline_of[self._old[there]] = pipelines[there]
         lost = np.bincount(pipelines[~there], minlength=len(layouts))
-        self._most_complete_first = [(number, layouts[number]) for number in np.argsort(lost, kind="stable").tolist()]
+        self._same: dict[tuple[int, ...], int] = {}  # a number for each layout: pipelines are many, layouts few
+        same = [self._same.setdefault(layout, len(self._same)) for layout in layouts]
+        fewest_lost: list[int] = np.argsort(lost, kind="stable").tolist()
+        self._most_complete_first = [(number, same[number]) for number in fewest_lost]
         labels: list[str | int] = [domains.get(node, node) for node in nodes] if domains else []
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         self._domains = np.array([numbers[label] for label in labels])
@@ -120,15 +123,18 @@ class Placer:
         Of several that are left, the one that has lost fewest nodes goes first.
         """
         taken = {target.continues for target in targets}
-        left: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
+        left: dict[int | None, deque[int]] = defaultdict(deque)
         for index, layout in self._most_complete_first:
             if index not in taken:
                 left[layout].append(index)
         # All parts get their numbers here: which of equally good placements is taken does not depend on what is placed.
-        layouts = (self._holdings.number(target.template) for target in targets)
+        templates = {id(target.template): target.template for target in targets}
+        queues = {key: left[self._same.get(self._holdings.number(each))] for key, each in templates.items()}
         return [
-            Target(target.template, same.popleft()) if target.continues is None and (same := left[layout]) else target
-            for target, layout in zip(targets, layouts, strict=True)
+            Target(target.template, same.popleft())
+            if target.continues is None and (same := queues[id(target.template)])
+            else target
+            for target in targets
         ]
 
     def place(

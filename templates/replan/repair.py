@@ -59,7 +59,7 @@ def repairs(
         may_stand_by: Whether nodes that are left over may stand by where there is a place for them.
     """
     live = set(nodes)
-    left = [sum(node in live for node in pipeline.nodes) for pipeline in plan.pipelines]
+    left = [len(live.intersection(pipeline.nodes)) for pipeline in plan.pipelines]
     wanted = [len(pipeline.nodes) for pipeline in plan.pipelines]
     found: dict[tuple[tuple[int | None, int], ...], Repair] = {}
     for giving_up in (False, True):
@@ -108,9 +108,9 @@ class _Change:
 
     @property
     def pipelines(self) -> tuple[tuple[int | None, int], ...]:
-        old = len(self._wanted)
-        each = zip(self._index.tolist(), self._size.tolist(), strict=True)
-        return tuple((index if index < old else None, size) for index, size in each)
+        num_old, sizes = int((self._index < len(self._wanted)).sum()), self._size.tolist()
+        old = zip(self._index[:num_old].tolist(), sizes[:num_old], strict=True)
+        return (*old, *((None, size) for size in sizes[num_old:]))
 
     def replace_lost(self) -> None:
         """Fill up: first pipelines that get to n0 by it, then those that lack least."""

@@ -130,7 +130,7 @@ class Situation:
         slowdowns: Mapping[int, float],
     ) -> None:
         self._problem, self._templates, self._compositions = problem, templates, compositions
-        self._layouts = cache(templates.of)
+        self._new = cache(lambda size: _Wanted(templates.of(size)))
         self._plan = _with_templates_of(templates, plan)
         known = {id(layout) for layouts in templates.layouts for layout in layouts}
         self._all_known = all(id(pipeline.template) in known for pipeline in self._plan.pipelines)
@@ -198,7 +198,7 @@ class Situation:
                 without = frozenset(self._fastest_first[sum(composition) :])
             kept = [self._kept_or_new(index, size) for index, size in self._with_intact(composition, live)]
             yield _Change("composed", kept, without)
-            yield _Change("composed", [_Wanted(self._layouts(size)) for size in composition], without)
+            yield _Change("composed", [*map(self._new, composition)], without)
 
     @cached_property
     def _fastest_first(self) -> list[int]:
@@ -238,7 +238,7 @@ class Situation:
         if found is None:
             return None
         slow = [_Wanted(self._only(pipeline.template), factors=pipeline.factors) for pipeline in found.slow]
-        fast = [_Wanted(self._layouts(size)) for size in found.fast]
+        fast = map(self._new, found.fast)
         left = Counter(self._slowdowns[node] for node in slowest)
         left.subtract(factor for pipeline in found.slow for factor in pipeline.factors if factor > 1)
         without: set[int] = set()
@@ -259,9 +259,10 @@ class Situation:
             yield (intact[size].popleft() if intact[size] else None), size
 
     def _kept_or_new(self, index: int | None, size: int) -> _Wanted:
-        if index is not None and self._plan.pipelines[index].template.num_nodes == size:
-            return _Wanted(self._only(self._plan.pipelines[index].template), index)
-        return _Wanted(self._layouts(size), index)
+        if index is None:
+            return self._new(size)
+        template = self._plan.pipelines[index].template
+        return _Wanted(self._only(template) if template.num_nodes == size else self._new(size).layouts, index)
 
     def _only(self, template: PipelineTemplate) -> tuple[PipelineTemplate]:
         """Return a layout as the only one to choose: the same tuple each time."""
@@ -276,22 +277,22 @@ class Situation:
         Which other nodes are slow shows only when they are in their places.
         """
         alone = len(wanted) == 1
+        known = {id(each.layouts): each.layouts for each in wanted}
+        by_layouts = {key: self._lines(layouts, alone=alone) for key, layouts in known.items()}
         choices = [
-            self._lines(each.layouts, alone=alone)
-            if each.factors is None
-            else self._slowed(each.layouts[0], each.factors, alone=alone)
-            for each in wanted
+            by_layouts[id(layouts)] if factors is None else self._slowed(layouts[0], factors, alone=alone)
+            for layouts, _, factors in wanted
         ]
         counts = split_microbatches(choices, self._problem.num_microbatches)
-        best: dict[tuple[int, int], PipelineTemplate] = {}
+        best: dict[tuple[int, int], Target] = {}  # there are far fewer than pipelines
         targets: list[Target] = []
         for (layouts, index, _), count in zip(wanted, counts, strict=True):
             key = id(layouts), count
-            template = best.get(key)
-            if template is None:
-                times = [finish_ns((line,), count) for line in self._lines(layouts, alone=alone)]
-                template = best[key] = layouts[times.index(min(times))]
-            targets.append(Target(template, index))
+            target = best.get(key)
+            if target is None:
+                times = [finish_ns((line,), count) for line in by_layouts[key[0]]]
+                target = best[key] = Target(layouts[times.index(min(times))])
+            targets.append(target if index is None else Target(target.template, index))
         return self._placer.continuing(targets)
 
     def _pinned(self, wanted: Sequence[_Wanted], without: Collection[int]) -> dict[int, int]:
@@ -379,6 +380,8 @@ def _with_templates_of(templates: TemplateSet, plan: Plan) -> Plan:
             )
             known[id(template)] = next(same, template)
             others[size].append(known[id(template)])
+    if all(known[id(each.template)] is each.template for each in plan.pipelines):
+        return plan
     pipelines = tuple(replace(each, template=known[id(each.template)]) for each in plan.pipelines)
     return replace(plan, pipelines=pipelines)
 

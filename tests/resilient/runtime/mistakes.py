@@ -63,10 +63,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[], object], str]] = {
     "betas": (adamw(betas=0.9), "betas must be two numbers, got 0.9; write (0.9, 0.999)"),
     "decay as text": (adamw(weight_decay="0.1"), "weight_decay must be a number >= 0, got '0.1'; write 0.1"),
 }
-PIPELINES = (
-    "['gpipe', '1f1b', 'eager-1f1b', 'interleaved-1f1b', 'split-1f1b', 'zb-h1', 'zb-h2', 'interleaved-zb', 'zb-v', "
-    "'auto']"
-)
+PIPELINES = "gpipe, 1f1b, eager-1f1b, interleaved-1f1b, split-1f1b, zb-h1, zb-h2, interleaved-zb, zb-v, auto"
 
 ARGUMENTS: dict[str, tuple[Callable[[], object], str]] = {
     "batch as float": (lambda: train(global_batch=4.0), "global_batch must be a whole number >= 1, got 4.0; write 4"),
@@ -103,9 +100,9 @@ ARGUMENTS: dict[str, tuple[Callable[[], object], str]] = {
         "clip_grad_norm must be a number > 0, got True; pass None not to clip",
     ),
     "schedule": (
-        lambda: train(schedule="cosine"),
-        f"schedule must be one of {PIPELINES}, got 'cosine'; choose one of them, 1f1b needs the least memory; learning "
-        "rates are the optimizer's lr_schedule",
+        lambda: train(schedule=lambda step: 1.0),
+        f"schedule must be one of {PIPELINES}, got a function; choose one of them; learning rates are the optimizer's "
+        "lr_schedule",
     ),
     "device": (
         lambda: train(device="gpu"),

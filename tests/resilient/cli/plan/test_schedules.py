@@ -50,7 +50,11 @@ def test_schedule_that_is_asked_for_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"--schedule": "zb"}, "--schedule must be one of ['gpipe', '1f1b', "),
+        (
+            {"--schedule": "zb-"},
+            "--schedule must be one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, split-1f1b, zb-h1, zb-h2, "
+            "interleaved-zb, zb-v, auto, got 'zb-'; did you mean 'zb-h1' or 'zb-h2' or 'zb-v'?",
+        ),
         (
             {"--chunks": "2"},
             "--chunks must stand beside --schedule interleaved-1f1b or interleaved-zb, or auto, got 2",
