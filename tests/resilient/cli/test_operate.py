@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from typer.testing import CliRunner
+from rich.console import Console
 
 from resilient.agent.membership import lifecycle
 from resilient.agent.network.conversation import Hello
 from resilient.cli import operate
-from resilient.cli.app import app
 from resilient.common.job_certificate import client_context
 from resilient.protocol.messages import encode
 from tests.agent.served import TOKEN, Served, make_ready, with_coordinator
 
 
 async def _said(*arguments: str) -> tuple[int, str]:
-    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
-    return result.exit_code, result.output
+    """Run a command in a process of its own: one in a thread would share its streams with everybody here."""
+    command = Path(sys.executable).with_name("resilient")
+    process = await asyncio.create_subprocess_exec(command, *arguments, stdout=PIPE, stderr=STDOUT)
+    output, _ = await process.communicate()
+    return await process.wait(), output.decode()
 
 
 def test_status_tells_what_nodes_do(tmp_path: Path) -> None:
@@ -59,7 +63,10 @@ def test_of_many_nodes_those_that_train_are_counted(tmp_path: Path, monkeypatch:
         await make_ready(served, max_failures=0)
         await served.event("generation")
         await served.connect()
-        _, text = await _said("status", "--run", str(tmp_path))
+        console = Console(width=120)
+        with console.capture() as shown:
+            console.print(operate._shown(await asyncio.to_thread(operate.ask, tmp_path, "status")))
+        text = shown.get()
         assert "(2 training, 1 getting ready)" in text
         assert [line.split()[0] for line in text.splitlines()[3:]] == ["2"]
 
