@@ -28,7 +28,7 @@ _CLOSE = 1000
 """A limit is not lowered where that would be by less than one part of so many."""
 
 _SHORT = 100
-"""Layers up to which lower limits are tried where one just below the least is too low."""
+"""Layers up to which limits are halved also where several pairs are lowered in turn: looks take no time."""
 
 _STEPS = 1_000_000
 """Of loops, in which a limit is tried; takes about 5 ms. Of long models not every layer is tried as a chunk's first."""
@@ -161,26 +161,20 @@ class _Limited:
         # To find that a limit is too low takes longest. Of several pairs each is lowered again and again, so that times
         # only fall, ever faster, until one is too low.
         falls, fall = of == TIME and self._cuts.num_chunks > 2 and not self._cuts.is_short, high // (2 * _CLOSE) + 1
-        limit, lower = max(floor, high - fall) if falls else floor, self._cuts.is_short
+        limit = max(floor, high - fall) if falls else floor
         while low < limit < high:
             lacking, found = self._under(bounds, chunk, of, limit)
             if lacking:
                 low = lacking - 1 if of == TIME else limit
             else:
-                bounds, lower = found, self._cuts.is_short
+                bounds = found
                 high = self._cuts.most(bounds, of, self._memory)
             if high - low <= high // _CLOSE:
                 break
+            limit = (low + high) // 2
             if falls:
                 fall *= 2
-                limit = max((low + high) // 2, high - fall)
-                continue
-            # where messages differ one may be found under a lower limit alone, so only long models are spared the looks
-            below = high - high // (2 * _CLOSE) - 1
-            lower = lower or self._under(bounds, chunk, of, below)[0] == 0
-            if not lower:
-                break
-            limit = (low + high) // 2
+                limit = max(limit, high - fall)
         return bounds
 
     def evened(self, bounds: ChunkTable) -> ChunkTable:
