@@ -49,7 +49,7 @@ from resilient.templates.replan.schedule_choice import choose_and_prepare
 logger = logging.getLogger(__name__)
 
 _FAREWELL_TIMEOUT_S = 10.0
-_TICK_S = 0.5
+_TICK_S = 0.25
 _SWEEP_S = 60.0
 _BUSY = (Phase.AGREEING, Phase.INSTALLING, Phase.SAVING)
 _HEALTH = "/healthz"

@@ -29,7 +29,7 @@ _ONE_WISH_S = 1.0
 """Supervisors send a signal to each process of a group, and some twice: what comes so soon is the same wish."""
 _LEAST_COLLECTED_S, _MOST_COLLECTED_S = 1.0, 60.0
 """For so long who could join waits for others who are about to, in between as long as it took to get ready itself."""
-_QUIET_S = 0.5
+_QUIET_S = 0.25
 """Where several have got ready, nobody must have for so long before they are taken in: nodes come in waves."""
 
 

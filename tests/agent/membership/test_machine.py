@@ -202,12 +202,12 @@ def test_joiners_ready_together_share_one_boundary() -> None:
     job.ready(first)
     job.ready(second)
     assert regroups(job, 0) == [], "others may come with them"
-    job.now = 0.4
+    job.now = 0.2
     job.ready(job.connect())
-    job.now = 0.8
+    job.now = 0.4
     job.feed(Tick())
     assert regroups(job, 0) == []
-    job.now = 0.9
+    job.now = 0.5
     job.feed(Tick())
     assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True, heard_step=1)]
     assert regroups(job, first) == []
@@ -221,8 +221,8 @@ def test_joiners_ready_together_share_one_boundary() -> None:
 
 def test_joiners_one_after_another_are_waited_for_no_longer_than_the_first_would_wait() -> None:
     job = started(num_nodes=4)
-    for joining in range(4):
-        job.now = 0.4 * joining
+    for joining in range(6):
+        job.now = 0.2 * joining
         job.feed(Tick())
         together = [job.connect(), job.connect()]
         for node in together:
@@ -243,9 +243,9 @@ def test_joiners_who_came_during_a_change_wait_after_it_for_others() -> None:
     assert job.machine.phase is Phase.RUNNING
     late = job.connect()
     assert regroups(job, 0) == []
-    job.now = 5.4
-    job.ready(late)
     job.now = 5.8
+    job.ready(late)
+    job.now = 5.9
     job.feed(Tick())
     assert regroups(job, 0) == [], "somebody has got ready a moment ago"
     job.now = 6.0
