@@ -218,8 +218,9 @@ def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm:
     ledger = context.ledger
     needed = slot.intervals(context.profile)
     received = received_by(slot.rank, message.transfers)
-    # odd ones may still be here, if the regroup for others' cut the comparison short
-    ledger.drop(name for name in needed if received.get(name) == needed[name])
+    sent = {transfer.state for transfer in message.transfers if transfer.source == slot.rank}
+    # odd ones may still be here, if the regroup for others' cut the comparison short; of those nobody is sent anything
+    ledger.drop(name for name in needed if name not in sent and received.get(name) == needed[name])
     ledger.keep(needed)
     held = {**ledger.retained, **ledger.current}
     missing = {name: _allocate(context, name, needed[name]) for name in needed if name not in ledger.current}

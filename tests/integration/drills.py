@@ -53,7 +53,7 @@ class Drill:
             phases of steps.
         also: What a second node does, killed in the same phase; "" for none.
         of_loss: The phase in which the other node is lost.
-        worker_only: Whether one worker of the node is killed, and not all of it.
+        worker: Which of the node's workers is killed; None for all of the node.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Drill:
     during: str = ""
     also: str = ""
     of_loss: str = "backward"
-    worker_only: bool = False
+    worker: int | None = None
 
     @property
     def num_lost(self) -> int:
@@ -69,7 +69,8 @@ class Drill:
         return 2 if self.also or self.during in ("loss", "leave") else 1
 
     def __str__(self) -> str:
-        killed = f"{'a worker of ' if self.worker_only else ''}{self.kind}{f' and {self.also}' if self.also else ''}"
+        worker = "" if self.worker is None else f"worker {self.worker} of "
+        killed = f"{worker}{self.kind}{f' and {self.also}' if self.also else ''}"
         lost = f" in {self.of_loss}" if self.during == "loss" else ""
         return f"{killed} in {self.phase}{f' of a {self.during}' if self.during else ''}{lost}"
 
@@ -221,7 +222,8 @@ class Drills:
         else:
             self.killed += killed
             for node in killed:
-                launcher.inject(Injection(node=node, at_phase=drill.phase, worker_only=drill.worker_only))
+                one = drill.worker is not None
+                launcher.inject(Injection(node=node, at_phase=drill.phase, worker_only=one, worker=drill.worker or 0))
         if drill.during == "join":
             self._add_node(launcher)
         for node in other:

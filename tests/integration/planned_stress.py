@@ -80,6 +80,7 @@ def draw(seed: int, planner: str | None) -> tuple[DrawnJob, random.Random]:
     elif tp == "auto":
         arguments.append("--divided")
     special = OF_SHARDED if "sharded" in arguments else OF_SHARED if tp != "1" else ()
+    which = random.Random(f"workers of {seed}")  # apart: all else of a seed stays as it is
     drills: list[Drill] = []
     for _ in range(NUM_DRILLS):
         during = rng.choice(("", "", "", "loss", "join", "leave"))
@@ -87,8 +88,8 @@ def draw(seed: int, planner: str | None) -> tuple[DrawnJob, random.Random]:
         if instead and special and not during:
             phase = special[-instead % len(special)]
         also = "" if during else rng.choice(("", "", "encoder", "language", "any"))
-        kind, worker_only = rng.choice(KINDS), rng.choice((True, False))
-        drills.append(Drill(kind=kind, phase=phase, during=during, also=also, worker_only=worker_only))
+        kind, worker = rng.choice(KINDS), which.randrange(workers) if rng.choice((True, False)) else None
+        drills.append(Drill(kind=kind, phase=phase, during=during, also=also, worker=worker))
     fewest = -(-FEWEST.get(planner, 2) // workers)
     job = DrawnJob(
         planner=planner,

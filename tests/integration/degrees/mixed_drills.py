@@ -61,14 +61,16 @@ def draw(seed: int) -> tuple[DrawnJob, random.Random]:
         "workers_per_node": rng.choice((2, 2, 3)),
         "network_gbit_s": rng.choice((0.008, 0.016)),
     }
+    which = random.Random(f"workers of {seed}")  # apart: all else of a seed stays as it is
+    workers = [which.randrange(options["workers_per_node"]) for _ in range(NUM_DRILLS)]
     return DrawnJob(
         arguments=tuple(arguments),
         options=options,
-        drills=tuple(_drill(rng, saves=every != "0") for _ in range(NUM_DRILLS)),
+        drills=tuple(_drill(rng, worker, saves=every != "0") for worker in workers),
     ), rng
 
 
-def _drill(rng: random.Random, *, saves: bool) -> Drill:
+def _drill(rng: random.Random, worker: int, *, saves: bool) -> Drill:
     of_loss, in_step = ([each for each in phases if saves or each != "save"] for phases in (OF_LOSS, IN_STEP))
     during = rng.choice(("", "", "loss", "loss", "join", "leave"))
     phase = rng.choice(AT_START if during else in_step)
@@ -78,7 +80,7 @@ def _drill(rng: random.Random, *, saves: bool) -> Drill:
         during=during,
         also="" if during else rng.choice(("", "", "any")),
         of_loss=rng.choice(of_loss) if during == "loss" else "backward",
-        worker_only=phase != LEAVES and rng.choice((True, False)),
+        worker=worker if phase != LEAVES and rng.choice((True, False)) else None,
     )
 
 

@@ -27,9 +27,12 @@ def sharded_pipeline(node: int, degree: int) -> Pipeline:
     return Pipeline(template=PipelineTemplate(num_nodes=1, stages=(stage,)), nodes=(node,), num_microbatches=4)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (1, 2), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (1, 2), (3, 1), (4, 2)])
 def test_parts_of_several_peers_become_those_of_another_degree(before: int, after: int, tmp_path: Path) -> None:
-    """One node divides the states, another has none of them yet: then both divide them otherwise."""
+    """One node divides the states, another has none of them yet: then both divide them otherwise.
+
+    Of four devices the second has the second quarter, which it sends, while it receives all of the half that it needs.
+    """
 
     def plan_of(*degrees: int) -> Plan:
         return Plan(pipelines=tuple(sharded_pipeline(node, degree) for node, degree in enumerate(degrees)))
