@@ -372,6 +372,10 @@ class Coordinator:
             except ArgumentError as error:
                 raise web.HTTPBadRequest(text=str(error)) from None
         self._check_live(injection.node)
+        num_workers = self._machine.members[injection.node].num_workers
+        if injection.worker_only and not 0 <= injection.worker < num_workers:
+            there = f"0 to {num_workers - 1} on node {injection.node}"
+            raise web.HTTPNotFound(text=f"worker must be {there}, got {injection.worker}")
         self.feed(ev.FailureWanted(injection=injection))
         return web.json_response({})
 

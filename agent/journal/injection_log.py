@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from resilient.protocol.fault_injection import record_of
 from resilient.protocol.messages import Injection
 
 
@@ -48,13 +49,8 @@ class InjectionLog:
 
     def missed(self) -> list[dict[str, Any]]:
         """Return the failures that were wanted and not caused as far as was read, as those that were are written."""
-        wanted = map(_told, self._wanted)
+        wanted = [record_of(each, each.at_step, each.at_phase) for each in self._wanted]
         return [each for each in wanted if not any(_meets(caused, each) for caused in self._caused)]
-
-
-def _told(wanted: Injection) -> dict[str, Any]:
-    step, phase = wanted.at_step, wanted.at_phase
-    return {"node": wanted.node, "phase": phase, "step": step, "worker_only": wanted.worker_only}
 
 
 def _meets(caused: dict[str, Any], wanted: dict[str, Any]) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 import typer
 
 from resilient.cli.shared.coordinator import RunFolder, ask
 from resilient.cli.shared.ranges import within
+from resilient.protocol.messages import Injection
 from resilient.protocol.phases import PHASES
 
 inject = typer.Typer(no_args_is_help=True, help="Cause failures in a running job.")
@@ -25,7 +27,12 @@ def kill(
     at_phase: Annotated[
         str | None, typer.Option(help=f"In this phase: {', '.join(PHASES)}; or of a unit: vision.forward.")
     ] = None,
-    worker_only: Annotated[bool, typer.Option("--worker-only", help="Kill a worker, its agent survives.")] = False,
+    worker: Annotated[
+        int | None, typer.Option(callback=within(0), help="Only this worker of the node, from 0; its agent survives.")
+    ] = None,
     run_dir: RunFolder = None,
 ) -> None:
-    ask(run_dir, "inject", {"node": node, "at_step": at_step, "at_phase": at_phase, "worker_only": worker_only})
+    injection = Injection(
+        node=node, at_step=at_step, at_phase=at_phase, worker_only=worker is not None, worker=worker or 0
+    )
+    ask(run_dir, "inject", msgspec.to_builtins(injection))

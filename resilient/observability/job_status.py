@@ -315,7 +315,7 @@ def recovery_in_words(recovery: dict[str, Any]) -> str:
 
 def _injection(event: Event) -> tuple[str, str]:
     """Return who is killed by an injection, and where."""
-    what = f"{'a worker of ' * event['worker_only']}node {event['node']}"
+    what = f"worker {event['worker']} of node {event['node']}" if event["worker_only"] else f"node {event['node']}"
     where = f" in phase {event['phase']}" if event["phase"] else ""
     if event["step"]:
         where += f" {'of' if where else 'in'} step {event['step']}"

@@ -313,7 +313,7 @@ def _checkpoints(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _injection(event: Event) -> dict[str, Any]:
-    return {name: event[name] for name in ("node", "phase", "step", "worker_only")}
+    return {name: event[name] for name in ("node", "phase", "step", "worker_only", "worker")}
 
 
 def _exit(events: Sequence[Event]) -> dict[str, Any]:

@@ -11,19 +11,26 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from resilient.protocol.messages import Injection
 
 
-def record(injection: Injection, run_directory: str, step: int | None, phase: str | None) -> None:
-    """Write down a failure just before it is caused: afterwards nobody is there to tell when it was."""
-    line = {
-        "time": time.time(),
+def record_of(injection: Injection, step: int | None, phase: str | None) -> dict[str, Any]:
+    """Return what records tell of a failure in a step and phase: with its ``worker``, None where the node is killed."""
+    worker = injection.worker if injection.worker_only else None
+    return {
         "node": injection.node,
         "phase": phase,
         "step": step,
         "worker_only": injection.worker_only,
+        "worker": worker,
     }
+
+
+def record(injection: Injection, run_directory: str, step: int | None, phase: str | None) -> None:
+    """Write down a failure just before it is caused: afterwards nobody is there to tell when it was."""
+    line = {"time": time.time(), **record_of(injection, step, phase)}
     with (Path(run_directory) / "injections.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -141,6 +141,14 @@ class Ledger:
             self.current.pop(name, None)
             self.retained.pop(name, None)
 
+    def drop_replaced(self, received: Mapping[str, ByteIntervals]) -> None:
+        """Drop what peers send though it is here: it is odd, and the regroup for others' cut the comparison short.
+
+        Before ranks meet: if they do not, the next report must not tell of these states as of sound ones.
+        """
+        held = {name: state.held for name, state in self.retained.items()}
+        self.drop(name for name, part in received.items() if name in held and held[name] & part)
+
     def keep(self, needed: Mapping[str, ByteIntervals]) -> None:
         """Move those of the retained states back to current of which the new plan needs here just what is held."""
         for name, intervals in needed.items():

@@ -170,6 +170,7 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
     """
     assert message.rank is not None
     context.ledger.begin_install(message.version, message.roll_forward, message.skipped)
+    context.ledger.drop_replaced(received_by(message.rank, message.transfers))
     context.faults.reach("regroup", message.version + 1)
     trained_bytes = {
         name: layout.num_trainable * context.job.dtype.itemsize for name, layout in context.layouts.items()
@@ -218,9 +219,6 @@ def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm:
     ledger = context.ledger
     needed = slot.intervals(context.profile)
     received = received_by(slot.rank, message.transfers)
-    sent = {transfer.state for transfer in message.transfers if transfer.source == slot.rank}
-    # odd ones may still be here, if the regroup for others' cut the comparison short; of those nobody is sent anything
-    ledger.drop(name for name in needed if name not in sent and received.get(name) == needed[name])
     ledger.keep(needed)
     held = {**ledger.retained, **ledger.current}
     missing = {name: _allocate(context, name, needed[name]) for name in needed if name not in ledger.current}

@@ -207,6 +207,11 @@ def test_injection_over_http_reaches_the_agent(tmp_path: Path) -> None:
         ready = Ready(job=job_spec(), store_address="h:1", pid=5, device="cpu")
         await socket.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
         await served.event("node_ready")
+        for worker in (-1, 1):
+            body = {"node": 0, "worker_only": True, "worker": worker}
+            async with served.session.post(served.url("/inject"), json=body) as answer:
+                assert answer.status == 404
+                assert await answer.text() == f"worker must be 0 to 0 on node 0, got {worker}"
         async with served.session.post(served.url("/inject"), json={"node": 0}) as answer:
             assert answer.status == 200
         assert isinstance(decode_to_agent(await socket.receive_bytes()), Kill)
@@ -361,7 +366,7 @@ def test_whoever_follows_the_events_cannot_keep_the_job_from_ending(tmp_path: Pa
 def test_events_and_injections_of_the_dead_are_written_down(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         socket = await served.connect()
-        line = {"time": 1.5, "node": 0, "phase": None, "step": None, "worker_only": False}
+        line = {"time": 1.5, "node": 0, "phase": None, "step": None, "worker_only": False, "worker": None}
         (tmp_path / "injections.jsonl").write_text(json.dumps(line) + "\n")
         await socket.close(code=GOODBYE)
         await served.event("node_lost")
@@ -377,7 +382,7 @@ def test_injections_that_never_came_to_it_are_written_down_at_the_end(tmp_path: 
         await served.connect()
         for node in (0, 9):
             served.coordinator.feed(FailureWanted(injection=Injection(node=node, at_step=5, at_phase="commit")))
-        line = {"time": 1.5, "node": 0, "phase": "commit", "step": 5, "worker_only": False}
+        line = {"time": 1.5, "node": 0, "phase": "commit", "step": 5, "worker_only": False, "worker": None}
         (tmp_path / "injections.jsonl").write_text(json.dumps(line) + "\n")
         served.coordinator.feed(StopWanted(exit_code=1, reason="enough"))
         for connection in served.sockets:
@@ -386,7 +391,7 @@ def test_injections_that_never_came_to_it_are_written_down_at_the_end(tmp_path: 
         missed = await served.event("not_injected")
         del missed["time"]
         own = {"kind": "not_injected", "generation": 0}
-        assert missed == {**own, "node": 9, "phase": "commit", "step": 5, "worker_only": False}
+        assert missed == {**own, "node": 9, "phase": "commit", "step": 5, "worker_only": False, "worker": None}
         assert served.events.empty()
 
     with_coordinator(tmp_path, scenario)

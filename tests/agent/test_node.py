@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -24,6 +25,8 @@ from resilient.protocol.messages import (
     FromAgentMessage,
     FromWorker,
     Health,
+    Injection,
+    Kill,
     Leaving,
     Note,
     Regroup,
@@ -232,13 +235,18 @@ def test_killed_worker_is_reported_and_the_node_comes_back_as_often_as_it_may(tm
         for node in range(2):
             connection, hello = await coordinator.accept(node)
             assert hello.node == (None if node == 0 else 0)
-            (await coordinator.worker(connection)).kill()
+            await coordinator.worker(connection)
+            for worker in (1, 0):  # of the second there is none
+                killed = Injection(node=node, worker_only=True, worker=worker)
+                await coordinator.tell(connection, Kill(injection=killed))
             exited = await coordinator.hear(connection)
             assert exited == WorkerExited(local_rank=0, exit_code=-9)
             closing = await connection.receive()
             assert (closing.type, closing.data) == (WSMsgType.CLOSE, GOODBYE)
 
     play(tmp_path, scenario, 1)
+    caused = [json.loads(line) for line in (tmp_path / "injections.jsonl").read_text().splitlines()]
+    assert [(each["node"], each["worker"]) for each in caused] == [(0, 0), (1, 0)]
 
 
 def test_error_of_the_script_is_reported_with_where_its_traceback_is(tmp_path: Path) -> None:

@@ -193,12 +193,14 @@ def test_injection_of_a_node_that_is_not_there(tmp_path: Path) -> None:
         job.wait_for_step(2)
         done = run_command("inject", "kill", "--node", 9, "--run", job.directory)
         unknown = run_command("inject", "kill", "--node", 1, "--at-phase", "lunch", "--run", job.directory)
+        absent = run_command("inject", "kill", "--node", 1, "--worker", 1, "--run", job.directory)
         gate.touch()
         run = job.wait()
     assert done.returncode == 2
     assert "node must be one of the live nodes [0, 1, 2, 3], got 9" in words(done.stderr)
     assert unknown.returncode == 2
     assert "phase must be one of forward," in words(unknown.stderr)
+    assert (absent.returncode, words(absent.stderr).strip()) == (2, "error: worker must be 0 to 0 on node 1, got 1")
     assert run.exit_code == 0
     assert not [event for event in read_events(run.directory / "events.jsonl") if event["kind"] == "injected"]
 
@@ -210,4 +212,4 @@ def test_injection_into_a_node_that_never_comes_is_told_at_the_end(tmp_path: Pat
     told = "node 9 was never killed in step 2, as was wanted: the job ended before it came to that"
     assert words(done.stdout).strip().endswith(told)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["not_injected"] == [{"node": 9, "phase": None, "step": 2, "worker_only": False}]
+    assert report["not_injected"] == [{"node": 9, "phase": None, "step": 2, "worker_only": False, "worker": None}]

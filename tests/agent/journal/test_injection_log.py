@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from resilient.agent.journal.injection_log import InjectionLog
+from resilient.protocol.fault_injection import record
 from resilient.protocol.messages import Injection
 
 FIRST, SECOND = Injection(node=1, at_step=3, at_phase="commit"), Injection(node=9, at_step=5)
 
 
-def died(path: Path, node: int, step: int | None, phase: str | None, *, worker_only: bool = False) -> None:
-    line = {"time": 1.0, "node": node, "phase": phase, "step": step, "worker_only": worker_only}
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+def died(path: Path, node: int, step: int | None, phase: str | None, worker: int | None = None) -> None:
+    injection = Injection(node=node, worker_only=worker is not None, worker=worker or 0)
+    record(injection, str(path.parent), step, phase)
 
 
 def test_what_was_wanted_and_never_caused_is_missed(tmp_path: Path) -> None:
@@ -28,7 +27,20 @@ def test_what_was_wanted_and_never_caused_is_missed(tmp_path: Path) -> None:
     died(path, 2, None, None)
     assert [caused["node"] for caused in log.read()] == [1, 2]
     assert log.read() == []
-    assert log.missed() == [{"node": 9, "phase": None, "step": 5, "worker_only": False}]
+    assert log.missed() == [{"node": 9, "phase": None, "step": 5, "worker_only": False, "worker": None}]
+
+
+def test_workers_of_a_node_that_are_to_die_at_once_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "injections.jsonl"
+    wanted = [Injection(node=1, at_step=3, at_phase="commit", worker_only=True, worker=worker) for worker in (0, 1)]
+    log = InjectionLog(path, [FIRST, *wanted])
+    died(path, 1, 3, "commit", worker=1)
+    log.read()
+    place = {"node": 1, "phase": "commit", "step": 3}
+    assert log.missed() == [
+        {**place, "worker_only": False, "worker": None},
+        {**place, "worker_only": True, "worker": 0},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_kill_ordered_at_once_through_the_command_line(reference: Run, tmp_path:
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
         job.wait_for_step(3)
-        order_kill(job, "--node", 1, "--worker-only")
+        order_kill(job, "--node", 1, "--worker", 0)
         job.wait_for(lambda event: event["kind"] == "node_lost" and event["node"] == 1)
         gate.touch()
         run = job.wait()

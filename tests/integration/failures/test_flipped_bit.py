@@ -52,6 +52,28 @@ def test_flip_is_healed_by_the_copies_of_two_others(part: str, reference: Run, t
     assert recovery["bytes_copied"] > 0
 
 
+def test_state_of_which_two_nodes_have_a_shard_each_is_put_together(reference: Run, tmp_path: Path) -> None:
+    """Each of two nodes has dropped another half of the layer when the third dies, which has all of it."""
+    run = run_job(
+        tmp_path,
+        *ALONE,
+        *("--max-failures", "1", "--flip-node", "0,1", "--flip-step", "4", "--compare-replicas-every", "1"),
+        script=FLIPPING,
+        nodes=3,
+        workers_per_node=2,
+        shard="on",
+        inject=["node=2,step=4,phase=regroup"],
+    )
+    check_equal(run, reference)
+    check_survivors(run)
+    assert [(each["node"], each["states"]) for each in run.report["dropped_replicas"]] == [
+        (0, ["layer.0"]),
+        (1, ["layer.0"]),
+    ]
+    assert run.generations[-1]["nodes"] == [0, 1]
+    assert run.report["recoveries"][-1]["bytes_copied"] > 0
+
+
 def test_flip_is_found_when_copies_were_installed(reference: Run, tmp_path: Path) -> None:
     flip = ("--flip-node", "2", "--flip-step", "1", "--compare-replicas-every", "0")
     run = run_flipping(tmp_path, *flip, nodes=3)

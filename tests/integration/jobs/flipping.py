@@ -20,7 +20,7 @@ PARTS = ("parameter", "frozen", "slot")
 def parse_arguments() -> argparse.Namespace:
     """Return the options of the flip; the others are the chain's."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--flip-node", type=int, default=-1)
+    parser.add_argument("--flip-node", default="", help="in its first worker; '0,1': of the second in its second")
     parser.add_argument("--flip-step", type=int, default=3)
     parser.add_argument("--flip-layer", default="layer.0")
     parser.add_argument("--flip-part", choices=PARTS, default="parameter")
@@ -38,8 +38,9 @@ class FlippingLedger(Ledger):
 
     def begin_step(self) -> None:
         super().begin_step()
-        here = os.environ.get("RESILIENT_NODE") == str(self.args.flip_node)
-        if here and self.version + 1 == self.args.flip_step and not self.has_flipped:
+        places = {(node, str(place)) for place, node in enumerate(self.args.flip_node.split(","))}
+        here = os.environ.get("RESILIENT_NODE"), os.environ.get("LOCAL_RANK")
+        if here in places and self.version + 1 == self.args.flip_step and not self.has_flipped:
             self.has_flipped = True
             state = self.current[self.args.flip_layer]
             trainable, frozen = state.layout.num_trainable, state.layout.num_frozen

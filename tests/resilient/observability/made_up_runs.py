@@ -50,10 +50,14 @@ class Run:
                  step_ms=100.0, learning_rate=3e-4, **fields)  # fmt: skip
 
     def injected(self, at_ms: float, node: int) -> None:
-        self.add(at_ms, "injected", node=node, phase="backward", step=None, worker_only=False)
+        self.add(at_ms, "injected", node=node, phase="backward", step=None, worker_only=False, worker=None)
 
-    def not_injected(self, at_ms: float, node: int, *, step: int | None = None, phase: str | None = None) -> None:
-        self.add(at_ms, "not_injected", node=node, phase=phase, step=step, worker_only=False)
+    def not_injected(
+        self, at_ms: float, node: int, *, step: int | None = None, phase: str | None = None, worker: int | None = None
+    ) -> None:
+        self.add(
+            at_ms, "not_injected", node=node, phase=phase, step=step, worker_only=worker is not None, worker=worker
+        )
 
     def detected(self, at_ms: float, nodes: list[int], generation: int, cause: str = "node lost") -> None:
         self.add(at_ms, "detected", nodes=nodes, cause=cause, step=0, generation=generation)

@@ -114,9 +114,11 @@ def test_plain_view_tells_of_failures_that_were_never_caused() -> None:
     run = failure_and_join()
     run.not_injected(9000, 7, step=12)
     run.not_injected(9000, 2, step=15, phase="commit")
+    run.not_injected(9000, 2, step=15, worker=1)
     text = plain_text(run.events)
     assert "node 7 was never killed in step 12, as was wanted: the job ended before it came to that" in text
     assert "node 2 was never killed in phase commit of step 15, as was wanted: the job ended before" in text
+    assert "worker 1 of node 2 was never killed in step 15, as was wanted: the job ended before" in text
 
 
 def test_plain_view_tells_how_another_machine_joins_and_who_is_slow() -> None:

@@ -386,5 +386,5 @@ def test_failures_that_were_wanted_and_never_caused_are_listed() -> None:
     assert build_run_report(run.events)["not_injected"] == []
     run.not_injected(9000, 7, step=12)
     assert build_run_report(run.events)["not_injected"] == [
-        {"node": 7, "phase": None, "step": 12, "worker_only": False}
+        {"node": 7, "phase": None, "step": 12, "worker_only": False, "worker": None}
     ]

@@ -67,14 +67,14 @@ def test_failures_are_independent_and_a_passed_step_never_comes(tmp_path: Path) 
 def test_failure_is_recorded_before_it_strikes(tmp_path: Path) -> None:
     def check(_: Injection) -> None:
         line = json.loads((tmp_path / "injections.jsonl").read_text())
-        assert {key: line[key] for key in ("node", "phase", "step", "worker_only")} == {
-            "node": 4, "phase": "prepare", "step": 7, "worker_only": True,
+        assert {key: line[key] for key in ("node", "phase", "step", "worker_only", "worker")} == {
+            "node": 4, "phase": "prepare", "step": 7, "worker_only": True, "worker": 2,
         }  # fmt: skip
         seen.append(line["time"])
 
     seen: list[float] = []
     faults = Faults(str(tmp_path), kill=check)
-    faults.arm(Injection(node=4, at_step=7, at_phase="prepare", worker_only=True))
+    faults.arm(Injection(node=4, at_step=7, at_phase="prepare", worker_only=True, worker=2))
     faults.reach("prepare", 7)
     assert len(seen) == 1
 

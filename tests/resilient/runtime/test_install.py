@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from resilient.comm import Pending, SingleProcessCommunicator, StoreClient, StoreHost
+from resilient.comm import SingleProcessCommunicator, StoreClient, StoreHost
 from resilient.data.reader import Cell
 from resilient.errors import CommunicationError
 from resilient.models.layer import WholeModel
@@ -341,14 +340,7 @@ def test_gathering_takes_what_is_here_of_a_state_of_which_another_part_is_needed
         assert state.buffer.tolist() == numbers, "not made anew"
 
 
-class Unreachable(SingleProcessCommunicator):
-    """A rank whose peers are gone."""
-
-    def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
-        raise CommunicationError("gone")
-
-
-def test_odd_copy_is_not_held_any_more_when_what_replaces_it_does_not_arrive(tmp_path: Path) -> None:
+def test_odd_copy_is_not_held_any_more_when_membership_changes_before_it_is_replaced(tmp_path: Path) -> None:
     member, plan = Member(make_job(), tmp_path), make_plan(((0, 6), 8))
     member.ledger.begin_install(0, None)
     gather_states(member.context, message(plan, 0, ""), plan.slots[0], SingleProcessCommunicator())
@@ -356,8 +348,9 @@ def test_odd_copy_is_not_held_any_more_when_what_replaces_it_does_not_arrive(tmp
     num_bytes = member.ledger.retained["embed"].held.size
     copy = Transfer(state="embed", source=1, target=0, first_byte=0, end_byte=num_bytes)
     again = message(plan, 0, "", generation=2, transfers=(copy,))
-    with pytest.raises(CommunicationError, match=r"^gone$"):
-        gather_states(member.context, again, plan.slots[0], Unreachable())
+    member.guard.announce(Regroup(generation=3))
+    with pytest.raises(CommunicationError):
+        connect_ranks(member.context, again, plan.pieces(member.profile))
     progress = member.ledger.progress()
     assert {*progress.current, *progress.retained} == member.job.layouts().keys() - {"embed"}
 

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
+from functools import reduce
+from itertools import islice, product
+from operator import or_
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.templates.common.byte_intervals import ByteIntervals
-from resilient.templates.plan import Holdings, Plan, PlanningProblem
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, common_pieces
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.plan import Holdings, Plan, PlanningProblem, Sharding
 from resilient.templates.replan import transfer as planning
-from resilient.templates.replan.replan import first_plan, replan
+from resilient.templates.replan.replan import first_plan, replan, replan_candidates, templates_for
 from resilient.templates.replan.transfer import Transfer, plan_transfers, transfers_between
 from tests.mixtures import SIZES, StateSizes, holders
-from tests.templates.jobs import MIB, enough_nodes, problems, profile, survivors, whole_states
+from tests.templates.jobs import MIB, cut, enough_nodes, plan_of, problems, profile, survivors, template, whole_states
 
 
 def job(num_layers: int = 3, state_bytes: int = MIB, num_nodes: int = 3) -> tuple[PlanningProblem, Plan]:
@@ -92,23 +96,86 @@ def test_between_any_mixtures_every_byte_arrives_exactly_where_it_lacks_from_a_r
     assert places == sorted(places)
 
 
+def fewest_nodes(problem: PlanningProblem, plan: Plan, held: Holdings) -> int:
+    """Return on how many nodes the byte of a state is that is on the fewest, counted stretch by stretch."""
+    counts = [len(plan.nodes)]
+    for layer in problem.profile.layers:
+        bounds = {bound for intervals in held[layer.name].values() for bound in intervals.bounds}
+        for byte in sorted({0, *bounds} - {layer.state_bytes}) if layer.state_bytes else ():
+            holding = [rank for rank, has in held[layer.name].items() if any(first <= byte < end for first, end in has)]
+            counts.append(len({plan.slots[rank].node for rank in holding}))
+    return min(counts)
+
+
+def check_divided(problem: PlanningProblem, plan: Plan) -> None:
+    """Together the devices of each row have the states of its stages exactly once."""
+    for row in plan.rows:
+        of_devices = [slot.intervals(problem.profile) for slot in row]
+        for state in of_devices[0]:
+            whole = problem.profile.layers[problem.profile.index(state)].whole
+            assert sum(device[state].size for device in of_devices) == whole.size
+            assert reduce(or_, (device[state] for device in of_devices)) == whole
+
+
+def scattered(held: Mapping[int, ByteIntervals]) -> dict[int, ByteIntervals]:
+    """Leave each piece of a state to one of its holders, no two in a row to the same if there are others."""
+    left: dict[int, ByteIntervals] = {}
+    for index, piece in enumerate(common_pieces(held)):
+        rank = piece.holders[index % len(piece.holders)]
+        left[rank] = left.get(rank, NO_BYTES) | piece.intervals
+    return left
+
+
+def mixed(data: st.DataObject, problem: PlanningProblem, plan: Plan) -> Plan:
+    """Return a plan on the same nodes, whose pipelines are each of some degree, or sharded."""
+    degrees = problem.profile.tp_degrees
+    roomy = replace(problem, cluster=replace(problem.cluster, memory_bytes=None), sharding=Sharding.OFF)
+    ways = [replace(roomy, profile=problem.profile.at_degree(degree)) for degree in degrees]
+    if problem.cluster.devices_per_node > 1 and degrees[0] == 1:
+        ways.append(replace(ways[0], sharding=Sharding.ON))
+    templates = [templates_for(way, len(plan.nodes)) for way in ways]
+    layouts = {
+        size: [each.of(size)[0] for each in templates if size in each.sizes]
+        for size in {len(pipeline.nodes) for pipeline in plan.pipelines}
+    }
+    pipelines = [
+        replace(pipeline, template=data.draw(st.sampled_from([pipeline.template, *layouts[len(pipeline.nodes)]])))
+        for pipeline in plan.pipelines
+    ]
+    return replace(plan, pipelines=tuple(pipelines))
+
+
 @given(st.data(), problems(), st.integers(0, 2))
-def test_planned_degrees_fit_together_and_hold_every_byte_on_enough_nodes(
+def test_any_degrees_fit_together_and_hold_every_byte_on_enough_nodes(
     data: st.DataObject, problem: PlanningProblem, more: int
 ) -> None:
     nodes = range(enough_nodes(problem) + problem.max_failures + more)
-    before = first_plan(problem, nodes)
+    before = mixed(data, problem, first_plan(problem, nodes))
     dead = data.draw(st.sets(st.sampled_from(nodes), max_size=problem.max_failures))
-    after = replan(problem, before, sorted(set(nodes) - dead))
-    for plan in (before, after):
-        assert plan.redundancy(problem.profile) > problem.max_failures
-    transfers, lost = transfers_between(after.holders(problem.profile), survivors(problem, before, after))
-    assert lost == ()
-    needed = {slot.rank: sum(each.size for each in slot.intervals(problem.profile).values()) for slot in after.slots}
-    received = Counter[int]()
-    for each in transfers:
-        received[each.target] += each.end_byte - each.first_byte
-    assert all(received[rank] <= num_bytes for rank, num_bytes in needed.items())
+    is_scattered = data.draw(st.booleans())
+    candidates = replan_candidates(problem, before, sorted(set(nodes) - dead))
+    plans = [candidate.plan for candidate in islice(candidates, 2)]
+    plans.append(mixed(data, problem, plans[0]))
+    for plan in (before, *plans):
+        check_divided(problem, plan)
+        fewest = fewest_nodes(problem, plan, plan.holders(problem.profile))
+        assert problem.max_failures < fewest == plan.redundancy(problem.profile)
+    for after in plans:
+        held = survivors(problem, before, after)
+        if is_scattered:
+            held = {state: scattered(ranks) for state, ranks in held.items()}
+        needed = after.holders(problem.profile)
+        transfers, lost = transfers_between(needed, held)
+        assert lost == ()
+        here = {state: {rank: held[state].get(rank, NO_BYTES) for rank in ranks} for state, ranks in needed.items()}
+        for each in transfers:
+            part = ByteIntervals.of(each.first_byte, each.end_byte)
+            assert part & held[each.state][each.source] == part
+            assert part & here[each.state][each.target] == NO_BYTES
+            here[each.state][each.target] |= part
+        for state, ranks in needed.items():
+            assert all(here[state][rank] & intervals == intervals for rank, intervals in ranks.items())
+        assert fewest_nodes(problem, after, here) > problem.max_failures
 
 
 @given(st.data(), problems(max_degree=1))
@@ -205,6 +272,27 @@ def test_holder_without_a_place_for_the_state_is_a_source() -> None:
     transfers, lost = plan_transfers(problem, plan, whole_states(problem, {"l0": [1], "l1": [1]}))
     assert transfers == (Transfer(state="l0", source=1, target=0, first_byte=0, end_byte=MIB),)
     assert lost == ()
+
+
+def test_state_of_which_two_nodes_have_a_shard_each_is_put_together_at_any_degree() -> None:
+    """Of two MiB in rows and four that are not: tensor-parallel devices have all of these."""
+    of_state = replace(
+        profile([1.0], 6 * MIB).layers[0], segments=(2 * MIB, 4 * MIB), rows=((2 * MIB, 8), (4 * MIB, 0))
+    )
+    sharded, parallel = template(1.0, shard=2), cut(1, degree=2, devices=2)
+    plan = plan_of((parallel, [0]), (sharded, [1]), (cut(1), [2]))
+    held = {"l0": {0: of_state.share(0, 2), 3: of_state.share(1, 2)}}
+    transfers, lost = transfers_between(plan.holders(ModelProfile(layers=(of_state,))), held)
+    assert lost == ()
+    received: dict[int, list[tuple[int, int, int]]] = {}
+    for each in transfers:
+        received.setdefault(each.target, []).append((each.first_byte // MIB, each.end_byte // MIB, each.source))
+    assert received == {
+        0: [(4, 6, 3)],
+        1: [(1, 2, 3), (2, 4, 0), (4, 6, 3)],
+        2: [(0, 1, 0), (2, 4, 0)],
+        4: [(0, 1, 0), (1, 2, 3), (2, 4, 0), (4, 6, 3)],
+    }
 
 
 def test_sharing_layer_receives_the_owners_state() -> None:
