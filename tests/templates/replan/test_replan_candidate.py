@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.templates.composition.compose import Compositions
+from resilient.templates.composition.compose import Compositions, compositions
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan_candidates, templates_for
-from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
+from resilient.templates.replan.replan_candidate import Situation
+from resilient.templates.replan.way import ReplanCandidate, Way
 from resilient.templates.search.template_sizes import usable_nodes
 from resilient.templates.template import TemplateSet
 from tests.templates.jobs import cut, enough_nodes, layout, plan_of, problems, profile, template_set
@@ -86,10 +87,51 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
         )
         for copied in (200, 100)
     ]
-    ways = [Way(step_ms=each.step_ms, num_nodes=4, candidate=lambda each=each: each) for each in equal]
+    placed: list[int] = []
+
+    def place(candidate: ReplanCandidate) -> ReplanCandidate:
+        placed.append(candidate.copied_bytes)
+        return candidate
+
+    ways = [
+        Way(
+            least_step_ms=each.step_ms,
+            num_nodes=4,
+            placed_step_ms=None,
+            least_copies=lambda each=each: (each.copy_ms, each.copied_bytes - 1),
+            candidate=lambda each=each: place(each),
+        )
+        for each in equal
+    ]
     monkeypatch.setattr(Situation, "ways", lambda _: iter(ways))
     problem = PlanningProblem(profile=profile([1.0] * 6), num_microbatches=12)
-    assert list(replan_candidates(problem, plan_of(), range(4))) == equal[::-1]
+    found = replan_candidates(problem, plan_of(), range(4))
+    assert next(found) == equal[1]
+    assert placed == [100]  # the other copies more wherever its nodes are
+    assert list(found) == equal[:1]
+
+
+@settings(max_examples=60)
+@given(problems(), st.data())
+def test_no_way_takes_less_than_it_takes_at_least(problem: PlanningProblem, data: st.DataObject) -> None:
+    """Its step with slow nodes, what the busiest of them receives, and what all do."""
+    fewest = enough_nodes(problem)
+    before = first_plan(problem, range(data.draw(st.integers(fewest, fewest + 6))))
+    live = data.draw(st.lists(st.integers(0, fewest + 8), min_size=fewest, max_size=fewest + 6, unique=True))
+    slowdowns = data.draw(st.dictionaries(st.sampled_from(live), st.sampled_from([1.0, 1.3, 4.0]), max_size=4))
+    domains = {node: str(node % 2) for node in live} if data.draw(st.booleans()) else {}
+    templates = templates_for(problem, len(live))
+
+    def best(num_nodes: int) -> Compositions:
+        usable = usable_nodes(problem, templates, num_nodes)
+        return compositions(templates, usable, problem.num_microbatches, problem.max_failures + 1)
+
+    for way in Situation(problem, templates, best, before, sorted(live), domains, slowdowns).ways():
+        assert way.least_step_ms <= way.step_ms
+        candidate = way.candidate()
+        if candidate is not None:
+            assert candidate.step_ms == way.step_ms
+            assert way.least_copies() <= (candidate.copy_ms, candidate.copied_bytes)
 
 
 @settings(max_examples=40)
