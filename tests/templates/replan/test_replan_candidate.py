@@ -34,7 +34,11 @@ def situation(
 
 
 def plans(of: Situation) -> list[Plan]:
-    return [way.candidate().plan for way in of.ways()]
+    return [candidate.plan for candidate in placed(of)]
+
+
+def placed(of: Situation) -> list[ReplanCandidate]:
+    return [candidate for way in of.ways() if (candidate := way.candidate())]
 
 
 def test_layouts_suit_the_split() -> None:
@@ -49,7 +53,7 @@ def test_layouts_suit_the_split() -> None:
 def test_pipelines_that_shrink_keep_their_own_nodes() -> None:
     templates = template_set(cut(2, 6), cut(2, 4, 6))
     before = plan_of((cut(2, 4, 6), (5, 6, 7)), (cut(2, 4, 6), (0, 1, 2)))
-    simple = next(situation(templates, (2, 2), before, [0, 1, 5, 6]).ways()).candidate()
+    simple = placed(situation(templates, (2, 2), before, [0, 1, 5, 6]))[0]
     assert simple.kind == "simple"
     assert [pipeline.nodes for pipeline in simple.plan.pipelines] == [(5, 6), (0, 1)]
 
@@ -57,24 +61,24 @@ def test_pipelines_that_shrink_keep_their_own_nodes() -> None:
 def test_candidates_that_differ_in_the_order_of_pipelines_alone_are_one() -> None:
     two, three = cut(3, 6), cut(2, 4, 6)
     before = plan_of((two, (0, 1)), (three, (2, 3, 4)))
-    found = situation(template_set(two, three), (3, 2), before, range(5)).ways()
-    assert [way.candidate().kind for way in found] == ["keep"]
+    found = placed(situation(template_set(two, three), (3, 2), before, range(5)))
+    assert [candidate.kind for candidate in found] == ["keep"]
 
 
 def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates() -> None:
     one, two = cut(6), cut(3, 6)
     before = plan_of((one, (0,)), (one, (1,)))
     # With one microbatch for each of two pipelines there can be no third; the fifth node has no place.
-    found = situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2).ways()
-    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("join", 4), ("composed", 4)]
-    found = situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2).ways()
-    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("composed", 3)]
+    found = placed(situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2))
+    assert [(candidate.kind, len(candidate.plan.nodes)) for candidate in found] == [("join", 4), ("composed", 4)]
+    found = placed(situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2))
+    assert [(candidate.kind, len(candidate.plan.nodes)) for candidate in found] == [("composed", 3)]
 
 
 def test_steps_take_as_long_as_slow_nodes_make_them() -> None:
     two = cut(3, 6)
     before = plan_of((two, (0, 1)), (two, (2, 3)))
-    slow = next(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}).ways()).candidate()
+    slow = placed(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}))[0]
     # 3 + 2 x 12 = 27 and 3 + 10 x 3 = 33, against 3 + 3 x 12 = 39.
     assert (layout(slow.plan), slow.step_ms) == ([((0, 1), 2), ((2, 3), 10)], 33.0)
 
@@ -83,14 +87,14 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     """What the busiest node copies may be the same."""
     equal = [
         ReplanCandidate(
-            kind="composed", plan=plan_of(), copied_bytes=copied, copy_ms=1.0, step_ms=2.0, lacking_domains=0
+            kind="composed", plan=plan_of(), copied_bytes=num_bytes, copy_ms=1.0, step_ms=2.0, lacking_domains=0
         )
-        for copied in (200, 100)
+        for num_bytes in (200, 100)
     ]
-    placed: list[int] = []
+    copied: list[int] = []
 
     def place(candidate: ReplanCandidate) -> ReplanCandidate:
-        placed.append(candidate.copied_bytes)
+        copied.append(candidate.copied_bytes)
         return candidate
 
     ways = [
@@ -107,7 +111,7 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     problem = PlanningProblem(profile=profile([1.0] * 6), num_microbatches=12)
     found = replan_candidates(problem, plan_of(), range(4))
     assert next(found) == equal[1]
-    assert placed == [100]  # the other copies more wherever its nodes are
+    assert copied == [100]  # the other copies more wherever its nodes are
     assert list(found) == equal[:1]
 
 
