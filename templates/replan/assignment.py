@@ -68,22 +68,50 @@ def least_bottleneck(amounts: Ints, num_places: Ints, num_nodes: Ints, most: int
         num_nodes: Nodes of each kind, at least as many.
         most: What is too much already.
     """
-    from resilient.templates.replan.network_simplex import cheapest_flow
-
-    places, nodes = np.arange(len(num_places)), np.arange(len(num_nodes))
-    nowhere = len(nodes) + len(places)
-    supply = np.concatenate((num_nodes, -num_places, [num_places.sum() - num_nodes.sum()]))
 
     def is_possible(limit: int) -> bool:
-        node, place = np.nonzero(limit >= amounts.T)
-        tails = np.concatenate((node, nodes))
-        heads = np.concatenate((len(nodes) + place, np.full(len(nodes), nowhere)))
-        return cheapest_flow(tails, heads, np.zeros((len(tails), 2), dtype=np.int64), supply) is not None
+        return _least_amount(amounts, num_places, num_nodes, limit) is not None
 
     if not is_possible(most):
         return None
     limits = np.unique(amounts[amounts <= most]).tolist()
     return limits[bisect_left(limits, 1, key=is_possible)]
+
+
+def least_amounts(amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
+    """Return the least that the largest amount of an assignment can be, and the least that all can be in sum.
+
+    Args:
+        amounts: Of a node of each kind in a place of each. [kinds of places, kinds of nodes]
+        num_places: Places of each kind.
+        num_nodes: Nodes of each kind, at least as many.
+    """
+    most = int(amounts.max())
+    bottleneck = least_bottleneck(amounts, num_places, num_nodes, most)
+    total = _least_amount(amounts, num_places, num_nodes, most, amounts)
+    assert bottleneck is not None
+    assert total is not None
+    return bottleneck, total
+
+
+def _least_amount(
+    amounts: Ints, num_places: Ints, num_nodes: Ints, most: int, prices: Ints | None = None
+) -> int | None:
+    """Return the least price of an assignment without amounts above ``most``; None where there is none."""
+    # Imported late: it loads numba, and most processes that import the planner never assign.
+    from resilient.templates.replan.network_simplex import cheapest_flow
+
+    places, nodes = np.arange(len(num_places)), np.arange(len(num_nodes))
+    nowhere = len(nodes) + len(places)
+    node, place = np.nonzero(most >= amounts.T)
+    tails = np.concatenate((node, nodes))
+    heads = np.concatenate((len(nodes) + place, np.full(len(nodes), nowhere)))
+    costs = np.zeros((len(tails), 2), dtype=np.int64)
+    if prices is not None:
+        costs[: len(node), 0] = prices[place, node]
+    supply = np.concatenate((num_nodes, -num_places, [num_places.sum() - num_nodes.sum()]))
+    flow = cheapest_flow(tails, heads, costs, supply)
+    return None if flow is None else int(flow @ costs[:, 0])
 
 
 class _Types(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints, distinct, ranges
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.assignment import FORBIDDEN, assign, least_bottleneck
+from resilient.templates.replan.assignment import FORBIDDEN, assign, least_amounts, least_bottleneck
 from resilient.templates.replan.state_residency import EMPTY, StateResidency
 from resilient.templates.replan.topology_spread import Kinds, lacking_domains, spread_domains
 from resilient.templates.template import PipelineTemplate
@@ -162,13 +162,13 @@ class Placer:
                 pinned ones leave theirs.
             keeps_whole: Whether those that receive nothing in the cheapest placement stay as they are there.
         """
-        needed = np.array(list(chain.from_iterable(self._holdings.number(target.template) for target in targets)))
+        needed = self._needed(targets)
         sizes = np.array([target.template.num_nodes for target in targets])
         continued = np.array([_FREE if target.continues is None else target.continues for target in targets])
         chosen = np.full(len(needed), _FREE)
         for place, node in (pinned or {}).items():
             chosen[place] = self._index_of[node]
-        barred = np.array([self._index_of[node] for node in without], dtype=np.int64)
+        barred = self._indices(without)
         self._keep(chosen, barred, continued, sizes, needed)
         self._keep_equal(chosen, barred, needed)
         parts, kinds = distinct(needed)
@@ -189,6 +189,23 @@ class Placer:
             busiest_bytes=busiest,
             lacking_domains=lacking,
         )
+
+    def least_copies(self, targets: Sequence[Target], without: Collection[int] = ()) -> tuple[int, int]:
+        """Return bounds of :meth:`place`, with its arguments: what the busiest node and all nodes receive at least."""
+        if self._wanted_domains:
+            return 0, 0  # nodes that stand by may take a place
+        parts, kinds = distinct(self._needed(targets))
+        received = self._holdings.received(parts, self._has)
+        num_nodes = np.bincount(self._node_kinds)
+        num_nodes -= np.bincount(self._node_kinds[self._indices(without)], minlength=len(num_nodes))
+        return least_amounts(received, np.bincount(kinds), num_nodes)
+
+    def _needed(self, targets: Sequence[Target]) -> Ints:
+        """Return the part that each place needs, one target after the other."""
+        return np.array(list(chain.from_iterable(self._holdings.number(target.template) for target in targets)))
+
+    def _indices(self, nodes: Collection[int]) -> Ints:
+        return np.array([self._index_of[node] for node in nodes], dtype=np.int64)
 
     def _keep(self, chosen: Ints, barred: Ints, continued: Ints, sizes: Ints, needed: Ints) -> None:
         """Fill places with the nodes that keep their position in what is continued."""

@@ -11,6 +11,7 @@ Source: Oobleck (SOSP'23), section 5.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from heapq import heapify, heappush, heapreplace
 from typing import Literal
@@ -62,15 +63,19 @@ def repairs(
     left = [len(live.intersection(pipeline.nodes)) for pipeline in plan.pipelines]
     wanted = [len(pipeline.nodes) for pipeline in plan.pipelines]
     found: dict[tuple[tuple[int | None, int], ...], Repair] = {}
+    replaced = _Change(left, wanted, len(live) - sum(left), sizes, min_pipelines, max_pipelines)
+    replaced.replace_lost()
     for giving_up in (False, True):
+        viable = replaced.copy()
+        if not viable.make_viable(giving_up):
+            continue
         for adding in (False, True, None) if may_stand_by else (False, True):
-            change = _Change(left, wanted, len(live) - sum(left), sizes, min_pipelines, max_pipelines)
-            change.replace_lost()
-            if change.make_viable(giving_up):
-                if adding is not None:
-                    change.use_spare(adding)
-                repair = Repair(kind=change.kind, pipelines=change.pipelines)
-                found.setdefault(repair.pipelines, repair)
+            change = viable.copy()
+            if adding is not None:
+                change.use_spare(adding)
+            pipelines = change.pipelines
+            if pipelines not in found:
+                found[pipelines] = Repair(kind=change.kind, pipelines=pipelines)
     return tuple(found.values())
 
 
@@ -92,6 +97,12 @@ class _Change:
         self._n0, self._largest = sizes[0], sizes[-1]
         self._min_pipelines, self._max_pipelines = min_pipelines, max_pipelines
         self._joined = self._borrowed = self._merged = False
+
+    def copy(self) -> _Change:
+        """Return a change that goes on from here on its own."""
+        found = copy(self)
+        found._size = self._size.copy()  # the only one that is changed in place
+        return found
 
     @property
     def kind(self) -> RepairKind:

@@ -13,9 +13,10 @@ before composed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -26,7 +27,8 @@ from resilient.templates.composition.slow_nodes import compose_with_slow
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
-from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
+from resilient.templates.replan.replan_candidate import Situation
+from resilient.templates.replan.way import ReplanCandidate, Way, fastest_ms
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.search.template_sizes import TooFewNodes, node_counts, usable_nodes
 from resilient.templates.template import TemplateSet
@@ -124,7 +126,7 @@ def first_candidate(
     ways = _situation(problem, nothing, live, labels, factors).ways()
     # Whatever the plan, all states are new: what counts is the step.
     return min(
-        (way.candidate() for way in ways),
+        (found for way in ways if (found := way.candidate())),
         key=lambda each: (each.lacking_domains, nanoseconds(each.step_ms), -len(each.plan.nodes)),
     )
 
@@ -189,21 +191,34 @@ def _situation(
 
 
 def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[ReplanCandidate]:
-    # What copies cost and what is lacking is at least nothing, so the step alone says how good a way can be at best.
-    left = sorted(
-        ((nanoseconds(way.step_ms), number, way) for number, way in enumerate(ways)), key=lambda each: each[:2]
-    )
-    fastest_ns = left[0][0]
-    found: list[tuple[int, int, int, int, ReplanCandidate]] = []
-    for step_ns, number, way in left:
-        while found and found[0][:4] < (0, interval_ns * step_ns, 0, number):
-            yield heappop(found)[-1]
-        candidate = way.candidate()
-        # The formula above times the fastest step: a whole number, so that no rounding decides.
-        as_far_ns = nanoseconds(candidate.copy_ms) * fastest_ns + interval_ns * step_ns
-        heappush(found, (candidate.lacking_domains, as_far_ns, candidate.copied_bytes, number, candidate))
-    while found:
-        yield heappop(found)[-1]
+    """Yield the candidates in order; each stands in the queue with what it is at least, until it is the first."""
+    ways = list(ways)
+    fastest_ns = nanoseconds(fastest_ms(ways))
+    steps_ns = [nanoseconds(way.least_step_ms) for way in ways]
+    num_equal = Counter(steps_ns)
+    # Lacking domains, the formula above times the fastest step (a whole number, so that no rounding decides), bytes.
+    left: list[tuple[int, int, int, int, ReplanCandidate | None]] = [
+        (0, interval_ns * step_ns, 0, number, None) for number, step_ns in enumerate(steps_ns)
+    ]
+    heapify(left)
+    bounded: set[int] = set()
+    while left:
+        *_, number, found = heappop(left)
+        if found is not None:
+            yield found
+            continue
+        way, step_ns = ways[number], steps_ns[number]
+        if num_equal[step_ns] > 1 and number not in bounded:  # copies decide
+            bounded.add(number)
+            copy_ms, copied_bytes = way.least_copies()
+            lacking = 0
+        elif (found := way.candidate()) is not None:
+            step_ns, copy_ms = nanoseconds(found.step_ms), found.copy_ms
+            lacking, copied_bytes = found.lacking_domains, found.copied_bytes
+        else:
+            continue
+        as_far_ns = nanoseconds(copy_ms) * fastest_ns + interval_ns * step_ns
+        heappush(left, (lacking, as_far_ns, copied_bytes, number, found))
 
 
 def _distinct(nodes: Sequence[int]) -> list[int]:

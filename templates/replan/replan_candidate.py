@@ -17,71 +17,34 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.composition.batch_split import Lines, finish_ns, lines, slowed_line, split_microbatches
+from resilient.templates.composition.batch_split import (
+    Lines,
+    finish_ns,
+    least_line,
+    lines,
+    slowed_line,
+    split_microbatches,
+)
 from resilient.templates.composition.compose import Compositions, may_take
 from resilient.templates.composition.slow_nodes import compose_with_slow, searched
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.placement import Placer, Target
-from resilient.templates.replan.repair import Repair, RepairKind, repairs
+from resilient.templates.replan.repair import Repair, repairs
+from resilient.templates.replan.way import CandidateKind, ReplanCandidate, Way, fastest_ms
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import PipelineTemplate, TemplateSet
 
 # Copying over a link of unknown bandwidth is taken to be as fast as over 10 Gbit/s.
 _NOMINAL_BYTES_PER_S = 1.25e9
 
-CandidateKind = RepairKind | Literal["composed"]
-
 _MOST_EXCLUSIONS = 8
 """Of how many different numbers of slow nodes it is tried to let them stand by."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplanCandidate:
-    """One way to go on.
-
-    Args:
-        kind: ``composed``, or what is done to the pipelines concerned.
-        plan: The plan.
-        copied_bytes: What nodes must receive from other nodes before the next step.
-        copy_ms: How long that takes: as long as the node that receives or sends most.
-        step_ms: How long a step takes, slow nodes considered.
-        lacking_domains: In how many more failure domains states should be held, summed over the states.
-        with_more_ms: Where nodes stand by that there is a place for, how long a step takes at best that uses all of
-            these; else None.
-    """
-
-    kind: CandidateKind
-    plan: Plan
-    copied_bytes: int
-    copy_ms: float
-    step_ms: float
-    lacking_domains: int
-    with_more_ms: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """A candidate before its nodes are in their places: that takes longest, and most ways are out without it.
-
-    Args:
-        step_ms: The candidate's.
-        num_nodes: How many nodes it uses.
-        candidate: Places the nodes and returns the candidate.
-    """
-
-    step_ms: float
-    num_nodes: int
-    candidate: Callable[[], ReplanCandidate]
-
-    def shorter_than(self, step_ms: float) -> Way:
-        """Return this way, in which nodes stand by because a step takes so long with them."""
-        return replace(self, candidate=lambda: replace(self.candidate(), with_more_ms=step_ms))
 
 
 class _Wanted(NamedTuple):
@@ -140,6 +103,7 @@ class Situation:
         self._placer = Placer(problem, self._plan, live, domains)
         self._single: dict[int, tuple[PipelineTemplate]] = {}
         self._known_lines: dict[tuple[int, bool], Lines] = {}
+        self._least_lines: dict[tuple[int, bool], Lines] = {}
         self._slowed_lines: dict[tuple[int, tuple[float, ...], bool], Lines] = {}
 
     def ways(self) -> Iterator[Way]:
@@ -148,21 +112,24 @@ class Situation:
         Nodes that there is a place for stand by only where that makes the step shorter than any way with all of them.
         """
         most = sum(self._compositions(len(self._live)).every)
-        found, seen = list[Way](), set[object]()
+        found, with_most, seen = list[Way](), list[Way](), set[object]()
         for number in self._numbers_without():
             num_nodes = len(self._live) - number
-            if found and num_nodes < most and not self._may_take_less(_fastest_ms(found, most), num_nodes):
+            if with_most and num_nodes < most and not self._may_take_less(fastest_ms(with_most), num_nodes):
                 break
             found.extend(self._distinct(self._changes(number), seen))
-        fastest_ms = _fastest_ms(found)
-        if self._slowest_first and self._may_take_less(fastest_ms, most):
-            mixed = self._mixed(nanoseconds(fastest_ms) - 1)
-            found.extend(self._distinct([mixed] if mixed else [], set()))
-        with_most_ms = _fastest_ms(found, most)
+            with_most = [way for way in found if way.num_nodes == most]
+        if self._slowest_first:
+            shortest_ms = fastest_ms(found)
+            if self._may_take_less(shortest_ms, most):
+                mixed = self._mixed(nanoseconds(shortest_ms) - 1)
+                found.extend(self._distinct([mixed] if mixed else [], set()))
+        with_most = [way for way in found if way.num_nodes == most]
+        with_most_ms = fastest_ms(with_most)
         for way in found:
             if way.num_nodes == most:
                 yield way
-            elif way.step_ms < with_most_ms:
+            elif way.least_step_ms < with_most_ms:
                 yield way.shorter_than(with_most_ms)
 
     def _may_take_less(self, step_ms: float, num_nodes: int) -> bool:
@@ -309,19 +276,28 @@ class Situation:
         """Split the batch over the pipelines, as fast as their nodes are."""
         pinned, alone = self._pinned(change.wanted, change.without), len(targets) == 1
         keeps_whole = change.kind != "composed"
-        place = cache(lambda: self._placer.place(targets, pinned, change.without, keeps_whole=keeps_whole))
         # Who stands by may be placed after all where domains need it.
-        if self._has_domains or not change.without.issuperset(self._slowest_first):
-            speeds = [
-                self._speed(target.template, on, alone=alone) for target, on in zip(targets, place().nodes, strict=True)
+        is_known = not self._has_domains and change.without.issuperset(self._slowest_first)
+        at_least = self._split(
+            [
+                self._lines(self._only(template), alone=alone) if is_known else self._least(template, alone=alone)
+                for template, _ in targets
             ]
-        else:
-            speeds = [self._lines(self._only(target.template), alone=alone) for target in targets]
-        counts = split_microbatches(speeds, self._problem.num_microbatches)
-        step_ms = max(finish_ns(speed, count) for speed, count in set(zip(speeds, counts, strict=True))) / 1e6
+        )
+        place = cache(lambda: self._placer.place(targets, pinned, change.without, keeps_whole=keeps_whole))
+
+        @cache
+        def split() -> tuple[Sequence[int], float]:
+            on = zip(targets, place().nodes, strict=True)
+            return self._split([self._speed(target.template, nodes, alone=alone) for target, nodes in on])
+
+        def least_copies() -> tuple[float, int]:
+            busiest, copied = self._placer.least_copies(targets, change.without)
+            return _copy_ms(self._problem.cluster.inter_node, busiest), copied
 
         def candidate() -> ReplanCandidate:
             placement = place()
+            counts, step_ms = at_least if is_known else split()
             pipelines = tuple(
                 Pipeline(template=target.template, nodes=on, num_microbatches=count)
                 for target, on, count in zip(targets, placement.nodes, counts, strict=True)
@@ -335,8 +311,18 @@ class Situation:
                 lacking_domains=placement.lacking_domains,
             )
 
-        num_nodes = sum(target.template.num_nodes for target in targets)
-        return Way(step_ms=step_ms, num_nodes=num_nodes, candidate=candidate)
+        return Way(
+            least_step_ms=at_least[1],
+            num_nodes=sum(target.template.num_nodes for target in targets),
+            placed_step_ms=None if is_known else lambda: split()[1],
+            least_copies=least_copies,
+            candidate=candidate,
+        )
+
+    def _split(self, speeds: Sequence[Lines]) -> tuple[Sequence[int], float]:
+        """Return the microbatches of each pipeline, and how long the step takes."""
+        counts = split_microbatches(speeds, self._problem.num_microbatches)
+        return counts, max(finish_ns(speed, count) for speed, count in set(zip(speeds, counts, strict=True))) / 1e6
 
     def _lines(self, layouts: Sequence[PipelineTemplate], *, alone: bool) -> Lines:
         # By identity: equal choices are one tuple, which is kept.
@@ -344,6 +330,14 @@ class Situation:
         found = self._known_lines.get(key)
         if found is None:
             found = self._known_lines[key] = lines(layouts, alone=alone)
+        return found
+
+    def _least(self, template: PipelineTemplate, *, alone: bool) -> Lines:
+        self._only(template)  # its identity stands for it as long as it is kept
+        key = id(template), alone
+        found = self._least_lines.get(key)
+        if found is None:
+            found = self._least_lines[key] = (least_line(template, alone=alone),)
         return found
 
     def _speed(self, template: PipelineTemplate, nodes: Sequence[int], *, alone: bool) -> Lines:
@@ -358,10 +352,6 @@ class Situation:
         if found is None:
             found = self._slowed_lines[key] = (slowed_line(template, factors, alone=alone),)
         return found
-
-
-def _fastest_ms(ways: Iterable[Way], num_nodes: int | None = None) -> float:
-    return min(way.step_ms for way in ways if num_nodes in (None, way.num_nodes))
 
 
 def _with_templates_of(templates: TemplateSet, plan: Plan) -> Plan:

@@ -22,8 +22,8 @@ from resilient.errors import ArgumentError
 from resilient.templates.composition.batch_split import slowed_line
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_candidate, replan_candidates, templates_for
-from resilient.templates.replan.replan_candidate import ReplanCandidate
 from resilient.templates.replan.schedule_choice import ScheduleChoice
+from resilient.templates.replan.way import ReplanCandidate
 from resilient.templates.template import PipelineTemplate
 
 SEQUENCES = 8

@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from resilient.templates.replan.assignment import FORBIDDEN, assign, least_bottleneck
+from resilient.templates.replan.assignment import FORBIDDEN, assign, least_amounts, least_bottleneck
 
 
 def ints(*items: int) -> np.ndarray:
@@ -63,17 +63,17 @@ def test_the_cheapest_of_all_assignments_in_which_most_stay(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_largest_amount_is_the_least_of_all_assignments(seed: int) -> None:
+def test_the_largest_amount_and_the_sum_are_the_least_of_all_assignments(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_nodes = int(rng.integers(1, 7))
     num_places = int(rng.integers(1, num_nodes + 1))
     kinds = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     amounts = rng.integers(0, 12, kinds)
     place_kinds, node_kinds = rng.integers(0, kinds[0], num_places), rng.integers(0, kinds[1], num_nodes)
-    least = min(
-        int(amounts[place_kinds, node_kinds[list(order)]].max()) for order in permutations(range(num_nodes), num_places)
-    )
+    every = [amounts[place_kinds, node_kinds[list(order)]] for order in permutations(range(num_nodes), num_places)]
+    least = min(int(each.max()) for each in every)
     counts = np.bincount(place_kinds, minlength=kinds[0]), np.bincount(node_kinds, minlength=kinds[1])
+    assert least_amounts(amounts, *counts) == (least, min(int(each.sum()) for each in every))
     assert least_bottleneck(amounts, *counts, 12) == least
     assert least_bottleneck(amounts, *counts, least) == least
     assert least_bottleneck(amounts, *counts, least - 1) is None

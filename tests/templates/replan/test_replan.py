@@ -19,7 +19,7 @@ from resilient.templates.replan import replan as module
 from resilient.templates.replan.placement import Placer
 from resilient.templates.replan.repair import repairs
 from resilient.templates.replan.replan import first_plan, prepare, replan, templates_for
-from resilient.templates.replan.replan_candidate import ReplanCandidate
+from resilient.templates.replan.way import ReplanCandidate
 from resilient.templates.search.template_sizes import TooFewNodes, usable_nodes
 from tests.templates.jobs import MIB, cut, enough_nodes, layout, plan_of, problems, profile
 

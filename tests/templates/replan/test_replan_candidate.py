@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.templates.composition.compose import Compositions
+from resilient.templates.composition.compose import Compositions, compositions
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan_candidates, templates_for
-from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
+from resilient.templates.replan.replan_candidate import Situation
+from resilient.templates.replan.way import ReplanCandidate, Way
 from resilient.templates.search.template_sizes import usable_nodes
 from resilient.templates.template import TemplateSet
 from tests.templates.jobs import cut, enough_nodes, layout, plan_of, problems, profile, template_set
@@ -33,7 +34,11 @@ def situation(
 
 
 def plans(of: Situation) -> list[Plan]:
-    return [way.candidate().plan for way in of.ways()]
+    return [candidate.plan for candidate in placed(of)]
+
+
+def placed(of: Situation) -> list[ReplanCandidate]:
+    return [candidate for way in of.ways() if (candidate := way.candidate())]
 
 
 def test_layouts_suit_the_split() -> None:
@@ -48,7 +53,7 @@ def test_layouts_suit_the_split() -> None:
 def test_pipelines_that_shrink_keep_their_own_nodes() -> None:
     templates = template_set(cut(2, 6), cut(2, 4, 6))
     before = plan_of((cut(2, 4, 6), (5, 6, 7)), (cut(2, 4, 6), (0, 1, 2)))
-    simple = next(situation(templates, (2, 2), before, [0, 1, 5, 6]).ways()).candidate()
+    simple = placed(situation(templates, (2, 2), before, [0, 1, 5, 6]))[0]
     assert simple.kind == "simple"
     assert [pipeline.nodes for pipeline in simple.plan.pipelines] == [(5, 6), (0, 1)]
 
@@ -56,24 +61,24 @@ def test_pipelines_that_shrink_keep_their_own_nodes() -> None:
 def test_candidates_that_differ_in_the_order_of_pipelines_alone_are_one() -> None:
     two, three = cut(3, 6), cut(2, 4, 6)
     before = plan_of((two, (0, 1)), (three, (2, 3, 4)))
-    found = situation(template_set(two, three), (3, 2), before, range(5)).ways()
-    assert [way.candidate().kind for way in found] == ["keep"]
+    found = placed(situation(template_set(two, three), (3, 2), before, range(5)))
+    assert [candidate.kind for candidate in found] == ["keep"]
 
 
 def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates() -> None:
     one, two = cut(6), cut(3, 6)
     before = plan_of((one, (0,)), (one, (1,)))
     # With one microbatch for each of two pipelines there can be no third; the fifth node has no place.
-    found = situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2).ways()
-    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("join", 4), ("composed", 4)]
-    found = situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2).ways()
-    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("composed", 3)]
+    found = placed(situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2))
+    assert [(candidate.kind, len(candidate.plan.nodes)) for candidate in found] == [("join", 4), ("composed", 4)]
+    found = placed(situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2))
+    assert [(candidate.kind, len(candidate.plan.nodes)) for candidate in found] == [("composed", 3)]
 
 
 def test_steps_take_as_long_as_slow_nodes_make_them() -> None:
     two = cut(3, 6)
     before = plan_of((two, (0, 1)), (two, (2, 3)))
-    slow = next(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}).ways()).candidate()
+    slow = placed(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}))[0]
     # 3 + 2 x 12 = 27 and 3 + 10 x 3 = 33, against 3 + 3 x 12 = 39.
     assert (layout(slow.plan), slow.step_ms) == ([((0, 1), 2), ((2, 3), 10)], 33.0)
 
@@ -82,14 +87,55 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     """What the busiest node copies may be the same."""
     equal = [
         ReplanCandidate(
-            kind="composed", plan=plan_of(), copied_bytes=copied, copy_ms=1.0, step_ms=2.0, lacking_domains=0
+            kind="composed", plan=plan_of(), copied_bytes=num_bytes, copy_ms=1.0, step_ms=2.0, lacking_domains=0
         )
-        for copied in (200, 100)
+        for num_bytes in (200, 100)
     ]
-    ways = [Way(step_ms=each.step_ms, num_nodes=4, candidate=lambda each=each: each) for each in equal]
+    copied: list[int] = []
+
+    def place(candidate: ReplanCandidate) -> ReplanCandidate:
+        copied.append(candidate.copied_bytes)
+        return candidate
+
+    ways = [
+        Way(
+            least_step_ms=each.step_ms,
+            num_nodes=4,
+            placed_step_ms=None,
+            least_copies=lambda each=each: (each.copy_ms, each.copied_bytes - 1),
+            candidate=lambda each=each: place(each),
+        )
+        for each in equal
+    ]
     monkeypatch.setattr(Situation, "ways", lambda _: iter(ways))
     problem = PlanningProblem(profile=profile([1.0] * 6), num_microbatches=12)
-    assert list(replan_candidates(problem, plan_of(), range(4))) == equal[::-1]
+    found = replan_candidates(problem, plan_of(), range(4))
+    assert next(found) == equal[1]
+    assert copied == [100]  # the other copies more wherever its nodes are
+    assert list(found) == equal[:1]
+
+
+@settings(max_examples=60)
+@given(problems(), st.data())
+def test_no_way_takes_less_than_it_takes_at_least(problem: PlanningProblem, data: st.DataObject) -> None:
+    """Its step with slow nodes, what the busiest of them receives, and what all do."""
+    fewest = enough_nodes(problem)
+    before = first_plan(problem, range(data.draw(st.integers(fewest, fewest + 6))))
+    live = data.draw(st.lists(st.integers(0, fewest + 8), min_size=fewest, max_size=fewest + 6, unique=True))
+    slowdowns = data.draw(st.dictionaries(st.sampled_from(live), st.sampled_from([1.0, 1.3, 4.0]), max_size=4))
+    domains = {node: str(node % 2) for node in live} if data.draw(st.booleans()) else {}
+    templates = templates_for(problem, len(live))
+
+    def best(num_nodes: int) -> Compositions:
+        usable = usable_nodes(problem, templates, num_nodes)
+        return compositions(templates, usable, problem.num_microbatches, problem.max_failures + 1)
+
+    for way in Situation(problem, templates, best, before, sorted(live), domains, slowdowns).ways():
+        assert way.least_step_ms <= way.step_ms
+        candidate = way.candidate()
+        if candidate is not None:
+            assert candidate.step_ms == way.step_ms
+            assert way.least_copies() <= (candidate.copy_ms, candidate.copied_bytes)
 
 
 @settings(max_examples=40)
