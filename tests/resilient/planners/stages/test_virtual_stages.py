@@ -95,7 +95,7 @@ def test_layers_are_cut_as_evenly_as_one_layer_at_a_time_makes_them(
 @given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 2), st.data())
 def test_rows_hold_together_what_their_schedule_keeps(pp: int, chunks: int, lead: int, data: st.DataObject) -> None:
     number = pp * chunks
-    kept = np.array(data.draw(st.lists(st.integers(0, 9), min_size=number, max_size=number)), dtype=np.float64)
+    kept = np.array(data.draw(st.lists(st.integers(0, 9), min_size=number, max_size=number)))
     rows = tuple(stage % pp for stage in range(number))
     cells = tuple(range(6 * pp))
     lane = UnitLane(name=LaneName(LLM, 0), rows=rows, cells=cells, backwards=(Backward.ALL,) * number, whole=True)
@@ -105,7 +105,7 @@ def test_rows_hold_together_what_their_schedule_keeps(pp: int, chunks: int, lead
         now[rows[stage]] += kept[stage] * ((op == Op.FORWARD) - (op == Op.BACKWARD))
         most = np.maximum(most, now)
     spread = Parallelism(dp=1, pp=pp, chunks=chunks)
-    assert by_row(spread, kept * held_together(spread, 0, lead, kept)).tolist() == most.tolist()
+    assert by_row(spread, 1.0 * kept * held_together(spread, 0, lead, kept)).tolist() == most.tolist()
 
 
 def test_equal_layers_are_cut_as_well_as_they_can_be() -> None:
