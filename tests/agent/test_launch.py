@@ -99,7 +99,7 @@ def test_options_that_start_the_job_again_are_those_that_were_given(train: str, 
 
 
 def test_schedule_that_there_is_not_is_refused_before_anything_is_started(train: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^schedule must be one of gpipe, .*, auto, got 'zb'; did you mean 'zb-h1'"):
+    with pytest.raises(ValueError, match=r"^schedule must be one of gpipe, .*, auto, got 'zb'; did you mean 'zb-h1'"):
         LaunchOptions(script=train, run_directory=str(tmp_path), schedule="zb")
     options = LaunchOptions(script=train, run_directory=str(tmp_path), schedule="auto")
     assert options.repeated() == ("--schedule", "auto")
