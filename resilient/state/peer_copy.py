@@ -1,13 +1,17 @@
 """Copies layer states between the ranks of a generation, and verifies them before they count.
 
-A copy has the origin of what it was made of (:mod:`resilient.state.witnesses`), which the sender tells.
+A copy has the origin of what it was made of (:mod:`resilient.state.witnesses`), which the sender tells. Where workers
+share a GPU, or their messages go by way of the hosts, a piece is staged once at each end, for the wire and for the
+fingerprint, and damaged bytes never come to the device.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -23,6 +27,8 @@ from resilient.templates.replan.transfer import Transfer
 
 CHUNK_BYTES = 4 << 20
 """Copies go in pieces of this size, so that one is verified while the next is under way."""
+STAGED_BYTES = 16 * CHUNK_BYTES
+"""Under way at once between devices, by way of the hosts: memory that is used again has its pages already."""
 
 _FIRST_TAG = 1 << 24
 
@@ -34,7 +40,7 @@ def copy_states(
     missing: Mapping[str, LayerState],
     on_copy: Callable[[], None] = lambda: None,
 ) -> int:
-    """Send and receive what the transfers say for this rank; both ends of a copy have their copies in the same order.
+    """Send and receive what the transfers say for this rank; all ranks have their copies in one order.
 
     Args:
         comm: The generation's groups.
@@ -49,47 +55,118 @@ def copy_states(
     Raises:
         CommunicationError: A peer is gone, or bytes arrived damaged.
     """
-    pieces = _tagged(_pieces(transfers))
-    origins: dict[str, set[int]] = {}
-    incoming: deque[tuple[Transfer, Tensor, Tensor, Pending, Pending]] = deque()
-    for tag, piece in pieces:
-        if piece.target == comm.rank:
-            window = missing[piece.state].window(piece.first_byte, piece.end_byte)
-            expected = torch.zeros(3, dtype=torch.int64)
-            data = comm.recv(window, piece.source, 2 * tag)
-            proof = comm.recv(expected, piece.source, 2 * tag + 1)
-            incoming.append((piece, window, expected, data, proof))
-    outgoing: list[Pending] = []
-    for tag, piece in pieces:
-        if piece.source == comm.rank:
-            window = held[piece.state].window(piece.first_byte, piece.end_byte)
-            outgoing.append(comm.send(window, piece.target, 2 * tag))
-            sent = torch.tensor([_fingerprint(comm, window), held[piece.state].origin, _name(piece)])
-            outgoing.append(comm.send(sent, piece.target, 2 * tag + 1))
+    copies = _Copies(comm, held, missing, on_copy)
+    own = [(tag, piece) for tag, piece in _tagged(_pieces(transfers)) if comm.rank in (piece.source, piece.target)]
+    most_bytes = STAGED_BYTES if _are_staged(comm, [*held.values(), *missing.values()]) else math.inf
+    if most_bytes == math.inf:
+        own.sort(key=lambda each: each[1].target != comm.rank)  # all that comes is awaited before anything is sent
+    for tag, piece in own:
+        # the earliest piece that is not done is the next one of both its ends: nobody waits in a circle
+        while copies.bytes_under_way >= most_bytes:
+            copies.finish_next()
+        copies.start(tag, piece)
     received = received_by(comm.rank, transfers)
     for name in missing.keys() & held.keys():
         if missing[name].take(held[name], missing[name].held - received.get(name, NO_BYTES)):
-            origins[name] = {held[name].origin}
-    num_bytes = 0
-    while incoming:
-        piece, window, expected, data, proof = incoming.popleft()
-        data.wait()
-        proof.wait()
-        on_copy()
-        proven, origin, name = expected.tolist()
+            copies.origins.setdefault(name, set()).add(held[name].origin)
+    copies.finish()
+    for state, found in copies.origins.items():
+        missing[state].origin = joint_origin(found)
+    return copies.bytes_received
+
+
+def _are_staged(comm: Communicator, states: Sequence[LayerState]) -> bool:
+    """Return whether copies pass through the memory of the hosts, of which there is less than of what is copied."""
+    return not comm.on_devices and any(state.bytes.device.type != "cpu" for state in states)
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """A piece under way; ``window`` is None at the rank that sends it.
+
+    Args:
+        piece: Which.
+        staged: Its bytes, where they are sent from or come to: ``window`` itself where nothing is staged.
+        proof: Fingerprint, origin and name of the piece.
+        window: Where it belongs.
+        pending: Bytes and proof.
+    """
+
+    piece: Transfer
+    staged: Tensor
+    proof: Tensor
+    window: Tensor | None
+    pending: tuple[Pending, Pending]
+
+
+class _Copies:
+    """The pieces that a rank sends and receives; they are finished in the order in which they are started."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        held: Mapping[str, LayerState],
+        missing: Mapping[str, LayerState],
+        on_copy: Callable[[], None],
+    ) -> None:
+        self._comm = comm
+        self._held = held
+        self._missing = missing
+        self._on_copy = on_copy
+        self._under_way: deque[_Moving] = deque()
+        self.bytes_under_way = 0
+        self.bytes_received = 0
+        self.origins: dict[str, set[int]] = {}
+        """Of what has come, by state."""
+
+    def start(self, tag: int, piece: Transfer) -> None:
+        comm, tags = self._comm, (2 * tag, 2 * tag + 1)
+        window: Tensor | None
+        if piece.target == comm.rank:
+            window = self._missing[piece.state].window(piece.first_byte, piece.end_byte)
+            staged = window if comm.on_devices else _on_host(window)
+            proof = torch.zeros(3, dtype=torch.int64)
+            pending = comm.recv(staged, piece.source, tags[0]), comm.recv(proof, piece.source, tags[1])
+        else:
+            state, window = self._held[piece.state], None
+            staged = state.window(piece.first_byte, piece.end_byte)
+            staged = staged if comm.on_devices else staged.cpu()  # once, for the wire and for the fingerprint
+            sent = comm.send(staged, piece.target, tags[0])
+            proof = torch.tensor([fingerprint(staged), state.origin, _name(piece)])
+            pending = sent, comm.send(proof, piece.target, tags[1])
+        self._under_way.append(_Moving(piece, staged, proof, window, pending))
+        self.bytes_under_way += staged.numel()
+
+    def finish_next(self) -> None:
+        moving = self._under_way.popleft()
+        for pending in moving.pending:
+            pending.wait()
+        self.bytes_under_way -= moving.staged.numel()
+        if moving.window is not None:
+            self._take(moving, moving.window)
+
+    def finish(self) -> None:
+        while self._under_way:
+            self.finish_next()
+
+    def _take(self, moving: _Moving, window: Tensor) -> None:
+        self._on_copy()
+        piece = moving.piece
+        proven, origin, name = moving.proof.tolist()
         if name != _name(piece):
             other = f"another piece than {piece.state!r} from byte {piece.first_byte} arrived from rank {piece.source}"
             raise CommunicationError(other, peer=piece.source)
-        if _fingerprint(comm, window) != proven:
+        if fingerprint(moving.staged) != proven:
             damaged = f"state {piece.state!r} arrived damaged from rank {piece.source}"
             raise CommunicationError(damaged, peer=piece.source)
-        origins.setdefault(piece.state, set()).add(origin)
-        num_bytes += window.numel()
-    for state, found in origins.items():
-        missing[state].origin = joint_origin(found)
-    for work in outgoing:
-        work.wait()
-    return num_bytes
+        if moving.staged is not window:
+            window.copy_(moving.staged)
+        self.origins.setdefault(piece.state, set()).add(origin)
+        self.bytes_received += window.numel()
+
+
+def _on_host(window: Tensor) -> Tensor:
+    return window if window.device.type == "cpu" else torch.empty_like(window, device="cpu")
 
 
 def received_by(rank: int, transfers: Sequence[Transfer]) -> dict[str, ByteIntervals]:
@@ -100,11 +177,6 @@ def received_by(rank: int, transfers: Sequence[Transfer]) -> dict[str, ByteInter
             part = ByteIntervals.of(transfer.first_byte, transfer.end_byte)
             received[transfer.state] = received.get(transfer.state, NO_BYTES) | part
     return received
-
-
-def _fingerprint(comm: Communicator, window: Tensor) -> int:
-    """Return the fingerprint that both ends find: where hosts talk, one of them may have no GPU."""
-    return fingerprint(window if comm.on_devices else window.cpu())
 
 
 def _tagged(pieces: Sequence[Transfer]) -> list[tuple[int, Transfer]]:

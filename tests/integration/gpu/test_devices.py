@@ -24,7 +24,7 @@ from resilient.optim import AdamW
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.profiling.layer_passes import device_clock
-from resilient.state.fingerprint import fingerprint
+from resilient.state.fingerprint import mixing_sum
 from resilient.state.gathered.freeable_buffer import FreeableBuffer
 from resilient.state.layer_state import LayerState
 from resilient.state.layout import BufferLayout
@@ -191,10 +191,10 @@ def test_state_is_copied_between_workers_of_one_device(device: torch.device) -> 
     assert torch.equal(as_threads(2, of_rank)[1], expected)
 
 
-def test_fingerprint_is_that_of_the_host(device: torch.device) -> None:
+def test_sum_of_mixed_words_is_that_of_the_host(device: torch.device) -> None:
     for num_bytes in (0, 1, 7, 4096, 1_000_003):
         data = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
-        assert fingerprint(data.to(device)) == fingerprint(data)
+        assert mixing_sum(data.to(device)) == mixing_sum(data)
 
 
 def test_freed_memory_is_given_back_and_taken_anew(device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -57,12 +59,21 @@ def test_states_arrive_from_several_senders_in_several_pieces(monkeypatch: pytes
     assert as_threads(4, work) == [(4 * NUMEL, True)] * 4
 
 
-def test_ranks_know_of_their_own_copies_only() -> None:
-    """As they are told of a generation: each has a list of its own, and the two ends of a copy other ones before it."""
+@pytest.mark.parametrize("bounded", [False, True], ids=["all at once", "one piece after the other"])
+def test_ranks_know_of_their_own_copies_only(bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are told of a generation: each has a list of its own, and the two ends of a copy other ones before it.
+
+    Also as between devices whose copies are staged, where a rank has few pieces under way: here those of the hosts.
+    """
+    if bounded:
+        monkeypatch.setattr(copying, "CHUNK_BYTES", 8192)
+        monkeypatch.setattr(copying, "STAGED_BYTES", 1)
+        monkeypatch.setattr(copying, "_are_staged", lambda comm, states: True)
     fills = {"a": 5, "b": 70, "c": 900}
     senders = {"a": 0, "b": 1, "c": 2}
     transfers = [transfer(name, source, target) for name, source in senders.items() for target in (3, 1, 0, 2)]
     transfers = [each for each in transfers if each.source != each.target]
+    random.Random(0).shuffle(transfers)
 
     def work(rank: int, address: str) -> bool:
         held = {name: make_state(name, fills[name]) for name, source in senders.items() if source == rank}
