@@ -35,7 +35,8 @@ def measure(setting: Setting) -> list[Row]:
     num_nodes = min(setting.num_devices, _MOST_NODES)
     phases = ("backward",) if setting.is_rehearsal else ("forward", "reduce", "prepare")
     survivable, pipeline_nodes = int(num_nodes > 2), 2 if num_nodes == _MOST_NODES else 1
-    return rows + kill_in(setting, phases, num_nodes=num_nodes, pipeline_nodes=pipeline_nodes, max_failures=survivable)
+    jobs = [[phase] for phase in phases]
+    return rows + kill_in(setting, jobs, num_nodes=num_nodes, pipeline_nodes=pipeline_nodes, max_failures=survivable)
 
 
 def sum_rows(kind: str, num_devices: int, num_bytes: int) -> list[Row]:

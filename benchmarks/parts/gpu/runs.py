@@ -1,4 +1,4 @@
-"""Jobs on a GPU that lose a node: the demo, and a kill in each phase of a step."""
+"""Jobs on a GPU that lose a node: the demo, and kills in each phase of a step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from resilient.testing import JobRun, fail_at, run_job
 _DEMO_STEPS, _DEMO_STEPS_REHEARSED = 120, 60
 """The node that joins has to be ready before the last one, and begins with some seconds of starting CUDA."""
 _MARGIN_S = 5.0
-_STEPS, _KILL_STEP = 6, 4
-_JOB = ("--steps", str(_STEPS), "--precision", "fp64")
+_KILL_STEP, _STEPS_APART = 4, 2
+_LEFT_NODES = 4
+"""Two pipelines of two."""
 
 
 def demo(setting: Setting) -> list[Row]:
@@ -56,37 +57,38 @@ def demo_rows(report: dict[str, Any], wrong: list[str]) -> list[Row]:
 
 
 def kills(setting: Setting) -> list[Row]:
-    """Kill a node of five whose workers share one GPU, in each phase of a step."""
+    """Kill nodes whose workers share one GPU, one in each phase of a step."""
     # torch reads it when it first looks for devices, which no process of this part has done yet
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     phases = KILL_PHASES[1:2] if setting.is_rehearsal else KILL_PHASES
-    return kill_in(setting, phases, num_nodes=5, pipeline_nodes=2)
+    return kill_in(setting, [phases], num_nodes=_LEFT_NODES + len(phases), pipeline_nodes=2)
 
 
 def kill_in(
-    setting: Setting, phases: Sequence[str], *, num_nodes: int, pipeline_nodes: int, max_failures: int = 1
+    setting: Setting, jobs: Sequence[Sequence[str]], *, num_nodes: int, pipeline_nodes: int, max_failures: int = 1
 ) -> list[Row]:
-    """Run a job without failures, and once for each phase with the last node killed in it; all must train the same.
+    """Run a job without failures, and others in which nodes are killed; all must train the same.
 
     Args:
         setting: Where.
-        phases: Of :mod:`resilient.protocol.phases`.
-        num_nodes: Of each job; enough for it to go on without one.
+        jobs: For each job the phases, of :mod:`resilient.protocol.phases`, in which a node is killed, one after the
+            other, each in a step of its own.
+        num_nodes: Of each job; enough for it to go on without those.
         pipeline_nodes: Fewest that a pipeline has.
         max_failures: That the job must be able to survive, also after the first one.
     """
-    arguments = (*_JOB, "--device", setting.device, "--min-pipeline-nodes", str(pipeline_nodes))
-    arguments += ("--max-failures", str(max_failures))
+    num_steps = _KILL_STEP + _STEPS_APART * max(map(len, jobs))
+    arguments = ("--steps", str(num_steps), "--precision", "fp64", "--device", setting.device)
+    arguments += ("--min-pipeline-nodes", str(pipeline_nodes), "--max-failures", str(max_failures))
     reference = _run(setting, "reference", arguments, num_nodes)
-    return [
-        _row(
-            setting,
-            _run(setting, phase, arguments, num_nodes, fail_at(step=_KILL_STEP, phase=phase, node=num_nodes - 1)),
-            reference,
-            phase,
-        )
-        for phase in phases
-    ]
+    rows: list[Row] = []
+    for phases in jobs:
+        failures = [
+            fail_at(step=_KILL_STEP + _STEPS_APART * number, phase=phase, node=num_nodes - 1 - number)
+            for number, phase in enumerate(phases)
+        ]
+        rows += _rows(setting, _run(setting, "-".join(phases), arguments, num_nodes, *failures), reference, phases)
+    return rows
 
 
 def _run(setting: Setting, name: str, arguments: tuple[str, ...], num_nodes: int, *failures: Any) -> JobRun:
@@ -97,20 +99,23 @@ def _run(setting: Setting, name: str, arguments: tuple[str, ...], num_nodes: int
     return run
 
 
-def _row(setting: Setting, run: JobRun, reference: JobRun, phase: str) -> Row:
+def _rows(setting: Setting, run: JobRun, reference: JobRun, phases: Sequence[str]) -> list[Row]:
     compared = compare_runs(run.directory, reference.directory)
     difference, recoveries = compared["max_param_rel_diff"], run.report["recoveries"]
     reasons = [
-        (len(run.failures) == 1, "no node was killed"),
-        (len(recoveries) == 1, f"it recovered {len(recoveries)} times"),
+        (len(run.failures) == len(phases), f"{len(run.failures)} nodes were killed"),
+        (len(recoveries) == len(phases), f"it recovered {len(recoveries)} times"),
         (compared["same_steps_and_samples"], "other steps or samples"),
         (difference <= PARAM_TOLERANCE, f"parameters differ by {difference:.1e}"),
         (not any(each["restarted_workers"] for each in recoveries), "a surviving worker was restarted"),
     ]
-    wrong = [reason for holds, reason in reasons if not holds] + wrong_devices(setting, run.events)
-    took_ms = recoveries[0]["total_ms"] if recoveries else "none"
+    wrong = "; ".join([reason for holds, reason in reasons if not holds] + wrong_devices(setting, run.events))
     beside = f"parameters differ by {difference:.1e}"
-    return Row(what=f"recovery, killed in {phase}", value=took_ms, unit="ms", beside=beside, wrong="; ".join(wrong))
+    took_ms = [each["total_ms"] for each in recoveries] or ["none"]
+    return [
+        Row(what=f"recovery, killed in {phase}", value=each, unit="ms", beside=beside, wrong=wrong)
+        for phase, each in zip(phases, took_ms, strict=False)
+    ]
 
 
 def wrong_devices(setting: Setting, events: Sequence[dict[str, Any]]) -> list[str]:

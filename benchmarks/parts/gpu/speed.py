@@ -19,7 +19,9 @@ from resilient.templates.inputs.devices import DEVICES
 PEER = Path(__file__).parents[2] / "peers" / "one_device.py"
 _MARGIN_S = 5.0
 _LARGE_BYTES = 40 * 10**9
-"""A device with as much holds the whole model, at 16 bytes a parameter and with the logits of a microbatch."""
+"""A device with as much holds 400 million parameters at 16 bytes, and the activations of a microbatch of four."""
+_VOCABULARY = 8192
+"""Drawing initial values, on the host, and writing the final checkpoint take far longer than the steps: so few."""
 
 Sizes = dict[str, object]
 
@@ -30,15 +32,15 @@ def sizes_for(setting: Setting) -> Sizes:
         small: Sizes = {"--shape": SMALL, "--blocks": 1, "--seq": 16, "--batch": 4, "--microbatch": 2}
         return {**small, "--steps": WARM_UP_STEPS + 3}
     memory_bytes = torch.cuda.mem_get_info()[1] if setting.device == "cuda" else 0
-    num_blocks, microbatch = (16, 2) if memory_bytes >= _LARGE_BYTES else (4, 1)
-    sized: Sizes = {"--shape": MODEL, "--blocks": num_blocks, "--seq": 2048, "--batch": 16, "--microbatch": microbatch}
-    return {**sized, "--steps": WARM_UP_STEPS + 10}
+    num_blocks, microbatch = (6, 4) if memory_bytes >= _LARGE_BYTES else (2, 1)
+    sized: Sizes = {"--shape": MODEL, "--blocks": num_blocks, "--vocabulary": _VOCABULARY, "--seq": 2048}
+    return {**sized, "--batch": 32, "--microbatch": microbatch, "--steps": WARM_UP_STEPS + 10}
 
 
 def measure(setting: Setting) -> list[Row]:
     """Train both ways in turns; the kinds of code that rehearsals leave out take a compiler a minute."""
     sizes = {**sizes_for(setting), "--precision": "bf16", "--device": setting.device}
-    shape = shape_of(str(sizes["--shape"]), int(str(sizes["--blocks"])))
+    shape = shape_of(str(sizes["--shape"]), int(str(sizes["--blocks"])), int(str(sizes.get("--vocabulary", 0))))
     rows: list[Row] = []
     for compiled in (False,) if setting.is_rehearsal else (False, True):
         options = {**sizes, **({"--compile": None} if compiled else {})}

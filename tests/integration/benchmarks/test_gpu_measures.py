@@ -63,7 +63,7 @@ def test_demos_verdict_is_told() -> None:
 
 
 def test_kill_is_recovered_from(tmp_path: Path) -> None:
-    (row,) = runs.kill_in(setting(tmp_path), ("backward",), num_nodes=2, pipeline_nodes=1, max_failures=0)
+    (row,) = runs.kill_in(setting(tmp_path), [["backward"]], num_nodes=2, pipeline_nodes=1, max_failures=0)
     assert row.wrong == ""
     assert isinstance(row.value, float)
     events = [{"kind": "node_ready", "device": "a CPU"}]
