@@ -328,11 +328,11 @@ class NodeAgent:
         assert self._welcome is not None
         if injection.worker_only and not 0 <= injection.worker < self._options.num_workers:
             return
-        faults.record(injection, self._welcome.run_directory, None, None)
-        if injection.worker_only:
-            self._pool.send_signal(self._spawner, injection.worker, signal.SIGKILL)
-        else:
-            faults.strike(injection)
+        with faults.recorded(injection, self._welcome.run_directory, None, None):
+            if injection.worker_only:
+                self._pool.send_signal(self._spawner, injection.worker, signal.SIGKILL)
+            else:
+                faults.strike(injection)
 
     def _on_worker_exit(self, exited: WorkerExited) -> None:
         """Tell the coordinator; after a signal, begin again as a new node."""

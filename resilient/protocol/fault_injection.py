@@ -5,11 +5,13 @@ Owns what happens in the worker; the agent handles injections that are due at on
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,18 @@ def record_of(injection: Injection, step: int | None, phase: str | None) -> dict
     }
 
 
-def record(injection: Injection, run_directory: str, step: int | None, phase: str | None) -> None:
-    """Write down a failure just before it is caused: afterwards nobody is there to tell when it was."""
+@contextmanager
+def recorded(injection: Injection, run_directory: str, step: int | None, phase: str | None) -> Iterator[None]:
+    """Write down a failure just before it is caused inside: afterwards nobody is there to tell when it was.
+
+    Nobody else writes meanwhile: other workers of a node that come to the moment, too, die before they say so.
+    """
     line = {"time": time.time(), **record_of(injection, step, phase)}
     with (Path(run_directory) / "injections.jsonl").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(line) + "\n")
+        file.flush()
+        yield
 
 
 def strike(injection: Injection) -> None:
@@ -66,5 +75,5 @@ class Faults:
             due = injection.at_step is None or injection.at_step == step
             if due and (injection.at_phase or "step") in names:
                 self._armed.remove(injection)
-                record(injection, self._run_directory, step, injection.at_phase)
-                self._kill(injection)
+                with recorded(injection, self._run_directory, step, injection.at_phase):
+                    self._kill(injection)

@@ -110,7 +110,7 @@ def crossing(folder: Path) -> Counter[int]:
 
 
 def test_features_cross_pipelines_through_kills(alone: tuple[Path, str], tmp_path: Path) -> None:
-    arguments = (*JOB, "--planner", "orchmllm", "--min-pipeline-nodes", 1)
+    arguments = (*JOB, "--planner", "orchmllm", "--even", "--min-pipeline-nodes", 1)
     options = "--trace-steps 1-4 --inject node=1,step=2,phase=vision.send --inject node=2,step=4,phase=backward"
     with started(tmp_path, *arguments, nodes=4, options=options, script=SCRIPT) as job:
         run = job.wait()
@@ -127,7 +127,7 @@ def test_features_cross_pipelines_that_are_unlike(
     alone: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    arguments = (*JOB, "--planner", "orchmllm", "--always", "together", "--min-pipeline-nodes", 2)
+    arguments = (*JOB, "--planner", "orchmllm", "--even", "--always", "together", "--min-pipeline-nodes", 2)
     options = "--trace-steps 1-4 --inject node=2,step=3,phase=llm.backward"
     with started(tmp_path / "run", *arguments, nodes=5, options=options, script=SCRIPT) as job:
         run = job.wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from resilient.agent.journal.injection_log import InjectionLog
-from resilient.protocol.fault_injection import record
+from resilient.protocol.fault_injection import recorded
 from resilient.protocol.messages import Injection
 
 FIRST, SECOND = Injection(node=1, at_step=3, at_phase="commit"), Injection(node=9, at_step=5)
@@ -15,7 +15,8 @@ FIRST, SECOND = Injection(node=1, at_step=3, at_phase="commit"), Injection(node=
 
 def died(path: Path, node: int, step: int | None, phase: str | None, worker: int | None = None) -> None:
     injection = Injection(node=node, worker_only=worker is not None, worker=worker or 0)
-    record(injection, str(path.parent), step, phase)
+    with recorded(injection, str(path.parent), step, phase):
+        pass
 
 
 def test_what_was_wanted_and_never_caused_is_missed(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_pipelines_of_sharded_stages_equal_one_process(tmp_path: Path) -> None:
 def test_node_or_worker_killed_in_a_step(phase: str, worker_only: bool, reference: Run, tmp_path: Path) -> None:
     run = sharded(tmp_path, *ONE_STAGE, inject=[fail_at(node=1, step=STEP, phase=phase, worker_only=worker_only)])
     check_recovered(run, reference)
-    assert [fired["phase"] for fired in run.failures][:1] == [phase]
+    assert [fired["phase"] for fired in run.failures] == [phase]
     (recovery,) = run.report["recoveries"]
     assert recovery["nodes"] == [1]
     after = run.generations[1]

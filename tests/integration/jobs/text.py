@@ -12,7 +12,7 @@ from unittest import mock
 
 import chain
 import torch
-from divided import divide_times
+from believed_times import divide_times
 from torch import Tensor
 from transformers import LlamaConfig
 

@@ -92,3 +92,21 @@ def test_strike_kills_the_worker_or_its_whole_node(worker_only: bool) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], start_new_session=True, check=False)
     assert ended.returncode == (signal.SIGKILL if worker_only else -signal.SIGKILL)
+
+
+def test_failure_of_a_node_is_recorded_once_though_all_its_workers_reach_it(tmp_path: Path) -> None:
+    script = (
+        "import os, time\n"
+        "from resilient.protocol.fault_injection import Faults, strike\n"
+        "from resilient.protocol.messages import Injection\n"
+        "os.fork() and os.fork()\n"
+        "def late(injection):\n"
+        "    time.sleep(0.3)\n"
+        "    strike(injection)\n"
+        f"faults = Faults({str(tmp_path)!r}, kill=late)\n"
+        "faults.arm(Injection(node=0, at_phase='copy'))\n"
+        "faults.reach('copy', 7)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], start_new_session=True, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert len((tmp_path / "injections.jsonl").read_text().splitlines()) == 1

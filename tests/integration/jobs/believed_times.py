@@ -1,4 +1,4 @@
-"""Has planners believe that each of several devices takes its part of what one takes: of small models it is not so."""
+"""Has planners believe other times than were measured: those of small models are as busy machines make them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,32 @@ from dataclasses import replace
 from typing import Any
 
 from resilient import trainer
-from resilient.planners.costs.cost_model import CostModel, LayerCurves, UnitCosts
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.profiling import planned_job
 from resilient.templates.inputs.profile import LayerCost, ModelProfile
 
+_EVEN = Curve(linear=0.01)
+"""Of each token, in each layer of a unit and each of its passes."""
+
+
+def even_times() -> None:
+    """Let a token take as long in all layers of units of this process's job."""
+    unit_costs = planned_job.job_unit_costs
+
+    def even(layer: UnitLayer) -> UnitLayer:
+        curves = [replace(each, forward=_EVEN, backward_input=_EVEN, backward_weight=_EVEN) for each in layer.curves]
+        return replace(layer, curves=tuple(curves))
+
+    def even_costs(*given: Any) -> CostModel:
+        found = unit_costs(*given)
+        units = [replace(unit, layers=tuple(map(even, unit.layers))) for unit in found.units]
+        return replace(found, units=tuple(units))
+
+    planned_job.job_unit_costs = even_costs
+
 
 def divide_times() -> None:
-    """Change what is measured of this process's job."""
+    """Let each of several devices of this process's job take its part of what one takes: of small models it is more."""
     profile, unit_costs = trainer.job_profile, planned_job.job_unit_costs
 
     def divided_profile(*given: Any) -> ModelProfile:
