@@ -28,7 +28,7 @@ from resilient.agent.membership.next_generation.speeds import NodeSpeeds
 from resilient.protocol.messages import Injection
 from tests.integration.harness import CHAIN, Event
 
-NODES = 4
+NODES = 5
 SURVIVORS = (0, 1)
 EARLY = slice(3, 6)
 """The recoveries by which all is there that is kept once."""
@@ -48,7 +48,7 @@ class Usage(NamedTuple):
 
 
 class Recoveries:
-    """Has one node too many killed, and one too few join, each after some steps of the generation before.
+    """Has the node that came last killed, and another join, whenever all have done some steps.
 
     Args:
         count: Recoveries after which the job is interrupted.
@@ -77,19 +77,17 @@ class Recoveries:
             self._steps += 1
             if self._last_look < math.inf:
                 self._look_again(launcher)
-            elif self._steps == _FIRST_STEPS:
-                self._change(launcher)
+            elif self._steps == _FIRST_STEPS and len(self._nodes) == NODES:
+                self._go_on(launcher)
 
-    def _change(self, launcher: Launcher) -> None:
-        if len(self._nodes) > NODES:
-            launcher.inject(Injection(node=max(self._nodes)))
-            return
+    def _go_on(self, launcher: Launcher) -> None:
         for node, usages in self.usages.items():
             usages.append(_usage(self._pids[node]))
         if len(self.usages[SURVIVORS[0]]) > self._count:
             self._last_look = time.monotonic() + 2 * COMM_TIMEOUT_S
         else:
-            launcher.add_node()
+            launcher.add_node()  # it gets ready while the others recover
+            launcher.inject(Injection(node=max(self._nodes)))
 
     def _look_again(self, launcher: Launcher) -> None:
         if self._is_over:  # a second interrupt would end the job without its checkpoint

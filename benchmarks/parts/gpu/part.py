@@ -78,15 +78,13 @@ class Part:
     Args:
         name: By which it is asked for.
         measure: Does it, in a process of its own.
-        least_s: With less time left it is not begun.
-        most_s: After which it is killed.
+        needs_s: With less time left it is not begun; parts before it leave it as much.
         num_devices: That it needs.
     """
 
     name: str
     measure: Measure
-    least_s: float
-    most_s: float
+    needs_s: float
     num_devices: int = 1
 
 
@@ -118,7 +116,7 @@ def run_all(
     run: Callable[[Part, Setting], Outcome] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Outcome]:
-    """Run parts one after the other, as far as devices and time allow.
+    """Run parts one after the other, as far as devices and time allow; what one does not take, later ones may.
 
     Args:
         parts: In order.
@@ -133,13 +131,14 @@ def run_all(
     """
     ends_at = clock() + budget_s
     outcomes: list[Outcome] = []
-    for part in parts:
+    for number, part in enumerate(parts):
         left_s = ends_at - clock()
         reason = reason_to_skip(part, num_devices, left_s)
         if reason:
             outcomes.append(Outcome(part=part.name, skipped=reason))
             continue
-        limit_s = left_s if is_rehearsal else min(part.most_s, left_s)  # cores may do much else
+        later_s = sum(each.needs_s for each in parts[number + 1 :] if each.num_devices <= num_devices)
+        limit_s = left_s if is_rehearsal else max(part.needs_s, left_s - later_s)  # cores may do much else
         tell(f"{part.name} (at most {limit_s:.0f} s)")
         own = folder / part.name
         own.mkdir(parents=True)
@@ -154,8 +153,8 @@ def reason_to_skip(part: Part, num_devices: int, left_s: float) -> str:
     """Return why a part cannot be run; "" where it can."""
     if num_devices < part.num_devices:
         return f"needs {part.num_devices} devices, got {num_devices}"
-    if left_s < part.least_s:
-        return f"needs {part.least_s:.0f} s, {max(0.0, left_s):.0f} s are left"
+    if left_s < part.needs_s:
+        return f"needs {part.needs_s:.0f} s, {max(0.0, left_s):.0f} s are left"
     return ""
 
 
