@@ -42,6 +42,7 @@ class Channels:
         rank: This one.
         host: Address of this machine that its peers can reach.
         timeout_s: Last resort for a message that nothing else ends.
+        ports: The range to listen in, as :func:`resilient.common.network.ports.port_range` reads it; "" for any port.
 
     Attributes:
         told: What the rank leaves in the store for :meth:`meet`, without blanks.
@@ -50,8 +51,8 @@ class Channels:
         OSError: No port is free, or no descriptor.
     """
 
-    def __init__(self, rank: int, host: str, timeout_s: float) -> None:
-        listening = listen(host, 0, "", _BACKLOG)
+    def __init__(self, rank: int, host: str, timeout_s: float, ports: str = "") -> None:
+        listening = listen(host, 0, ports, _BACKLOG)
         address, port = listening.getsockname()[:2]
         self.rank = rank
         self.told = f"{address}:{port}/{nonce().hex()}"

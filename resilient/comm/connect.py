@@ -30,6 +30,7 @@ def connect(
     device: torch.device,
     num_sources: int = 0,
     pairs: Sequence[tuple[int, int]] = (),
+    ports: str = "",
     on_group: Callable[[], None] = lambda: None,
 ) -> Communicator:
     """Build the groups of a generation together with all its other ranks.
@@ -47,6 +48,7 @@ def connect(
         device: Where this worker's tensors are. NCCL is used where every rank has a GPU of its own.
         num_sources: Ranks after those that train: they are in no group, and only send.
         pairs: Ranks that may send each other tensors, at least this one's. NCCL connects them now.
+        ports: The range to listen in where that can be chosen, "" for any port.
         on_group: Called, in another thread, before each group is made.
 
     Raises:
@@ -75,6 +77,7 @@ def connect(
                 gpu=gpu_of(device),
                 num_sources=num_sources,
                 pairs=pairs,
+                ports=ports,
                 on_group=on_group,
             )
             if gloo.own_gpus:

@@ -123,6 +123,7 @@ class GlooCommunicator:
         gpu: Name of this worker's GPU, if it has one; ``own_gpus`` tells whether all ranks have, each its own.
         num_sources: Ranks after those that train.
         pairs: Ranks that may send each other tensors, at least this one's.
+        ports: The range that channels listen in, "" for any port; gloo itself cannot be told.
         on_group: Called before each group is made.
     """
 
@@ -139,6 +140,7 @@ class GlooCommunicator:
         gpu: str = "",
         num_sources: int = 0,
         pairs: Iterable[tuple[int, int]] = (),
+        ports: str = "",
         on_group: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
@@ -156,7 +158,7 @@ class GlooCommunicator:
         groups = list(dict.fromkeys([self._world, tuple(range(size)), *groups]))
         connections = grid.connections_of(rank, self._world, groups, pairs)
         with _creating_device:  # the connect thread of a generation that is over may be here too
-            self._channels = Channels(rank, host, timeout_s) if connections.peers else None
+            self._channels = Channels(rank, host, timeout_s, ports) if connections.peers else None
             before = listeners()
             self._device = ProcessGroupGloo.create_device(hostname=host)
             (self._address,) = listeners() - before

@@ -97,6 +97,7 @@ class WorkerContext:
         guard: Ends connecting and copying when membership changes again.
         faults: Told of the phases.
         host: This machine's address for its peers.
+        ports: The range to listen in there, "" for any port.
         store_client: Keeps the connections to stores.
         planning: What assigns samples to the cells of units; None for a chain.
         learning: What it corrects expected times by; None for a chain.
@@ -109,6 +110,7 @@ class WorkerContext:
     guard: GenerationGuard
     faults: Faults
     host: str
+    ports: str
     store_client: StoreClient
     planning: UnitPlanning | None = None
     learning: Learning | None = None
@@ -200,6 +202,7 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
         device=context.job.device if over_nccl else torch.device("cpu"),
         num_sources=message.num_sources,
         pairs=[*copying, *exchanging],
+        ports=context.ports,
         on_group=partial(context.faults.reach, "connect", message.version + 1),
     )
     context.guard.attach(message.generation, comm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 
@@ -90,6 +91,12 @@ class Job(JobConfig):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
         return names[0] if names else platform.machine()
+
+    def use_device(self) -> None:
+        """Make it this process's, before anything is put there."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # seeds and timing events are the current device's
+            import_module("torch._dynamo")  # by the first layer that is recomputed, which may be in a recovery
 
     def layer(self, name: str) -> LayerSpec:
         """Return the layer called ``name``."""

@@ -13,12 +13,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import torch
 
 from resilient.comm import Communicator, StoreClient, StoreHost
 from resilient.common.processes import allow_many_files
@@ -103,7 +101,7 @@ class Worker:
         processes: What reads samples ahead of time; None to read them when they are needed.
         alike: What must be equal on all workers of a job of several.
         planning: What assigns samples to the cells of units; None for a chain.
-        ports: The range that its store listens in, "" for any port.
+        ports: The range to listen in there, "" for any port.
     """
 
     def __init__(
@@ -119,9 +117,7 @@ class Worker:
         planning: UnitPlanning | None = None,
         ports: str = "",
     ) -> None:
-        if job.device.type == "cuda":
-            torch.cuda.set_device(job.device)  # seeds and timing events are the current device's
-            import_module("torch._dynamo")  # by the first layer that is recomputed, which may be in a recovery
+        job.use_device()
         self._job = job
         self._client = client
         self._traced_steps = traced_steps
@@ -142,6 +138,7 @@ class Worker:
             guard=self._guard,
             faults=self._faults,
             host=host,
+            ports=ports,
             store_client=StoreClient(secret),
             planning=planning,
             learning=None if planning is None else Learning(planning.units, planning.degrees),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import resilient as rs
+from resilient.comm import grid
 from resilient.data.sampler import StepSampler
 from resilient.models.layer import Activations, Batch, LayerSpec
 from resilient.runtime import worker
@@ -233,6 +234,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
     parser.add_argument("--late-node", type=int, metavar="NODE", help="does not begin before --begin exists")
     parser.add_argument("--begin", type=Path, metavar="FILE")
+    parser.add_argument("--widest", type=int, metavar="RANKS", help="as many may all be connected by gloo")
     parser.add_argument("--no-collector", action="store_true", help="what refers to itself stays in memory")
     return parser.parse_args()
 
@@ -243,6 +245,8 @@ def main() -> None:
     torch.set_num_threads(1)
     while os.environ.get("RESILIENT_NODE") == str(args.late_node) and not args.begin.exists():
         time.sleep(0.005)
+    if args.widest is not None:
+        grid.WIDEST = args.widest
     if args.no_collector:
         gc.disable()
     worker.GenerationGuard = KnownGuard

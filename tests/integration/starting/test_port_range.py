@@ -13,7 +13,7 @@ from tests.integration.harness import Run, Started, started
 from tests.resilient.common.network.test_ports import free_range
 
 SMALL = ("--min-pipeline-nodes", "1")
-NODES = 2
+NODES = 3
 
 
 def listening(process: psutil.Process) -> list[int]:
@@ -21,12 +21,15 @@ def listening(process: psutil.Process) -> list[int]:
     return sorted(each.laddr.port for each in found if each.status == psutil.CONN_LISTEN)
 
 
-@pytest.fixture
-def ports(tmp_path: Path) -> str:
-    return free_range(2 * NODES + 3)
-
-
-def test_all_sockets_but_gloos_listen_in_the_range_after_a_loss_too(ports: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "num_own"),
+    [((), 1), (("--widest", 2), 2)],
+    ids=["a store", "a store, and messages of workers that gloo does not all connect"],
+)
+def test_all_sockets_but_gloos_listen_in_the_range_after_a_loss_too(
+    arguments: tuple[object, ...], num_own: int, tmp_path: Path
+) -> None:
+    ports = free_range((2 + 2 * num_own) * NODES + 3)
     held = ("--hold-in", 2, "--gate", tmp_path / "gate", "--hold-in", 5, "--gate", tmp_path / "second-gate")
     within = set(port_range(ports))
 
@@ -37,10 +40,10 @@ def test_all_sockets_but_gloos_listen_in_the_range_after_a_loss_too(ports: str, 
         assert {pid for pid, others in outside.items() if others} == workers, "gloo's own, of those who train"
         assert [len(outside[pid]) for pid in workers] == [1] * NODES
         inside = sorted(port for taken in found.values() for port in taken if port in within)
-        assert len(inside) == len(set(inside)) == 1 + 2 * NODES, "the coordinator, the agents, the workers' stores"
-        assert all(len(found[pid]) == 2 for pid in workers)
+        assert len(inside) == len(set(inside)) == 1 + (1 + num_own) * NODES, "the coordinator, the agents, the workers"
+        assert all(len(found[pid]) == 1 + num_own for pid in workers)
 
-    with started(tmp_path / "run", *SMALL, *held, nodes=NODES, options=f"--port-range {ports}") as job:
+    with started(tmp_path / "run", *SMALL, *held, *arguments, nodes=NODES, options=f"--port-range {ports}") as job:
         job.wait_for_step(1)
         (generation,) = Run(job.directory, 0).generations
         check(job, set(generation["pids"].values()))
@@ -67,7 +70,7 @@ def test_range_that_is_full_ends_the_job_with_what_to_do(tmp_path: Path) -> None
     assert told in job.output
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [NODES, NODES + 1])
 def test_range_without_room_for_agents_or_workers_ends_the_job(count: int, tmp_path: Path) -> None:
     ports = free_range(count)
     with started(tmp_path / "run", *SMALL, nodes=NODES, options=f"--port-range {ports}") as job:

@@ -12,7 +12,9 @@ import torch
 from resilient.comm import channel_peer
 from resilient.comm.channel_peer import ChannelPeer
 from resilient.comm.channels import Channels
+from resilient.common.network.ports import PortsTakenError, port_range
 from resilient.errors import CommunicationError
+from tests.resilient.common.network.test_ports import free_range
 from tests.resilient.ranks import HOST
 
 LONG = 1 << 20
@@ -34,6 +36,15 @@ def pair() -> Iterator[list[Channels]]:
     yield channels
     for each in channels:
         each.close()
+
+
+def test_they_listen_in_the_range_that_is_given() -> None:
+    ports = free_range(1)
+    listening = Channels(0, HOST, 60.0, ports)
+    assert listening.told.startswith(f"{HOST}:{port_range(ports)[0]}/")
+    with pytest.raises(PortsTakenError):
+        Channels(1, HOST, 60.0, ports)
+    listening.close()
 
 
 def wait_for_threads() -> None:

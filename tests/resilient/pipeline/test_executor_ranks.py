@@ -84,7 +84,7 @@ def installed(
     ledger = Ledger(job.optimizer, job.clip_grad_norm)
     context = WorkerContext(
         job=job, profile=profile, layouts=layouts, ledger=ledger, guard=GenerationGuard(),
-        faults=Faults(str(path)), host=HOST, store_client=StoreClient(SECRET), planning=planning,
+        faults=Faults(str(path)), host=HOST, ports="", store_client=StoreClient(SECRET), planning=planning,
         learning=Learning(planning.units, planning.degrees) if planning else None,
     )  # fmt: skip
     session, report = install(

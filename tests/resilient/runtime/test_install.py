@@ -74,7 +74,7 @@ class Member:
             faults.arm(Injection(node=0, at_phase=phase))
         self.context = WorkerContext(
             job=job, profile=self.profile, layouts=layouts, ledger=self.ledger, guard=self.guard, faults=faults,
-            host=HOST, store_client=StoreClient(SECRET),
+            host=HOST, ports="", store_client=StoreClient(SECRET),
         )  # fmt: skip
 
     def reduce(self, session: Session) -> StepOutcome:
