@@ -162,10 +162,10 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
     kind = np.array([numbers[id(of)] for of in pipelines])
     table = line_table(list(kinds.values()))
     num_each = np.bincount(kind)
-    step_ns = table.least_time(
-        lambda tau_ns: int(num_each @ np.maximum(table.capacities(tau_ns), 1)) >= num_microbatches,
-        finish_ns(pipelines[0], num_microbatches),
-    )
+    # Imported late: it loads numba, and most processes that import the planner never split a batch.
+    from resilient.templates.composition.split_time import least_split_ns
+
+    step_ns = least_split_ns(*table, num_each, num_microbatches, finish_ns(pipelines[0], num_microbatches))
     least = np.maximum(table.capacities(step_ns - 1), 1)
     more = np.maximum(table.capacities(step_ns) - least, 0)
     without = (table.fill + -(-least[:, None] // table.round_size) * table.slowest).min(axis=1)

@@ -160,12 +160,16 @@ class _Knapsack:
         self._num_microbatches = num_microbatches
         self._min_pipelines = min_pipelines
         self._most_pipelines = min(num_microbatches, num_nodes // self._smallest)
+        bounds = self._most_pipelines, min_pipelines, num_nodes, num_microbatches
+        self._asked = *table, self._smallest, may_idle, *bounds
 
     def best(self, most_ns: int | None = None) -> tuple[int, tuple[int, ...]] | None:
         """Return the least step time and its composition, descending; None if it is more than ``most_ns``."""
         if most_ns is not None and not self.is_enough(most_ns):
             return None
-        tau = self._lines.least_time(self.is_enough, self._longest if most_ns is None else most_ns)
+        from resilient.templates.composition.knapsack import least_step
+
+        tau = least_step(*self._asked, self._longest if most_ns is None else most_ns)
         sizes = self._composition(tau)
         return tau, self._in_use(sizes, tau) if self._may_idle else sizes
 
@@ -186,9 +190,9 @@ class _Knapsack:
 
     def is_enough(self, tau_ns: int) -> bool:
         """Return whether a composition gets through all microbatches in a time."""
-        each = np.minimum(self._capacity(tau_ns), self._num_microbatches)
-        most = _most(each, self._most_pipelines, self._min_pipelines, self._num_nodes)
-        return most >= self._num_microbatches
+        from resilient.templates.composition.knapsack import is_enough
+
+        return is_enough(*self._asked, tau_ns)
 
     def _capacity(self, tau_ns: int) -> Ints:
         """Return what a pipeline of each number of nodes, from 0 on, gets through."""

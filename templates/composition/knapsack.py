@@ -21,6 +21,73 @@ IMPOSSIBLE = -(2**61)
 
 
 @compiled
+def least_step(
+    fill: Ints,
+    slowest: Ints,
+    round_size: Ints,
+    smallest: int,
+    may_idle: bool,
+    most: int,
+    least: int,
+    num_nodes: int,
+    num_microbatches: int,
+    high: int,
+) -> int:
+    """Return the least time, up to ``high``, in which pipelines get through all microbatches; see :func:`is_enough`."""
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        if is_enough(fill, slowest, round_size, smallest, may_idle, most, least, num_nodes, num_microbatches, middle):
+            high = max(low, int((fill + (middle - fill) // slowest * slowest).max()))
+        else:
+            low = int((fill + ((middle - fill) // slowest + 1) * slowest).min())
+    return low
+
+
+@compiled
+def is_enough(
+    fill: Ints,
+    slowest: Ints,
+    round_size: Ints,
+    smallest: int,
+    may_idle: bool,
+    most: int,
+    least: int,
+    num_nodes: int,
+    num_microbatches: int,
+    tau_ns: int,
+) -> bool:
+    """Return whether pipelines get through all microbatches in a time.
+
+    Args:
+        fill: Of the lines (:mod:`.batch_split`) of a pipeline of each size. [sizes, lines]
+        slowest: Likewise.
+        round_size: Likewise.
+        smallest: The first of the sizes.
+        may_idle: Whether a pipeline may do with fewer nodes than it has.
+        most: The most pipelines.
+        least: The fewest.
+        num_nodes: Of all of them together.
+        num_microbatches: Of all of them together.
+        tau_ns: The time.
+    """
+    each = np.full(smallest + len(fill), IMPOSSIBLE)
+    at_most = 0
+    for row in range(len(fill)):
+        capacity = IMPOSSIBLE
+        for line in range(fill.shape[1]):
+            done = (tau_ns - fill[row, line]) // slowest[row, line] * round_size[row, line]
+            if done >= 1:
+                capacity = max(capacity, min(done, num_microbatches))
+        size = smallest + row
+        each[size] = max(capacity, each[size - 1]) if may_idle else capacity
+        if each[size] > 0:
+            at_most = max(at_most, each[size] * num_nodes // size)
+    # Most times are settled by what nodes of the best size would do if they were divisible.
+    return at_most >= num_microbatches and most_worth(each, most, least, num_nodes, num_nodes)[0] >= num_microbatches
+
+
+@compiled
 def most_worth(each: Ints, most: int, least: int, first: int, last: int) -> Ints:
     """Return what ``least`` to ``most`` pipelines are worth at most, by their nodes: from ``first`` to ``last``.
 

@@ -72,10 +72,23 @@ def least_bottleneck(amounts: Ints, num_places: Ints, num_nodes: Ints, most: int
     def is_possible(limit: int) -> bool:
         return _least_amount(amounts, num_places, num_nodes, limit) is not None
 
-    if not is_possible(most):
+    if most < amounts.max() and not is_possible(most):
         return None
     limits = np.unique(amounts[amounts <= most]).tolist()
-    return limits[bisect_left(limits, 1, key=is_possible)]
+    first = bisect_left(limits, _asked_by_each(amounts, num_places, num_nodes).max(initial=0))
+    return limits[bisect_left(limits, 1, first, key=is_possible)]
+
+
+def bounds_of_amounts(amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
+    """Return what neither of :func:`least_amounts`, with its arguments, is below: what places ask for by themselves."""
+    each = _asked_by_each(amounts, num_places, num_nodes)
+    return int(each.max(initial=0)), int(each @ num_places)
+
+
+def _asked_by_each(amounts: Ints, num_places: Ints, num_nodes: Ints) -> Ints:
+    """Return the least amount of a place of each kind."""
+    each = amounts[:, num_nodes > 0].min(axis=1, initial=amounts.max(initial=0))
+    return np.where(num_places > 0, each, 0)
 
 
 def least_amounts(amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:

@@ -10,8 +10,9 @@ all are placed anew, such that none receives much more than the least that can b
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints, distinct, ranges
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.assignment import FORBIDDEN, assign, least_amounts, least_bottleneck
+from resilient.templates.replan.assignment import FORBIDDEN, assign, bounds_of_amounts, least_amounts, least_bottleneck
 from resilient.templates.replan.state_residency import EMPTY, StateResidency
 from resilient.templates.replan.topology_spread import Kinds, lacking_domains, spread_domains
 from resilient.templates.template import PipelineTemplate
@@ -190,15 +191,26 @@ class Placer:
             lacking_domains=lacking,
         )
 
-    def least_copies(self, targets: Sequence[Target], without: Collection[int] = ()) -> tuple[int, int]:
-        """Return bounds of :meth:`place`, with its arguments: what the busiest node and all nodes receive at least."""
+    def copy_bounds(
+        self, targets: Sequence[Target], without: Collection[int] = ()
+    ) -> tuple[Callable[[], tuple[int, int]], ...]:
+        """Return bounds of :meth:`place`, with its arguments: what the busiest node and all nodes receive at least.
+
+        Returns:
+            What tells them, from what is soon told to the highest.
+        """
         if self._wanted_domains:
-            return 0, 0  # nodes that stand by may take a place
+            return (lambda: (0, 0),)  # nodes that stand by may take a place
+        asked = cache(lambda: self._asked(targets, without))
+        return lambda: bounds_of_amounts(*asked()), lambda: least_amounts(*asked())
+
+    def _asked(self, targets: Sequence[Target], without: Collection[int]) -> tuple[Ints, Ints, Ints]:
+        """Return what nodes receive in places, by the kinds of both, and how many of each kind there are."""
         parts, kinds = distinct(self._needed(targets))
         received = self._holdings.received(parts, self._has)
         num_nodes = np.bincount(self._node_kinds)
         num_nodes -= np.bincount(self._node_kinds[self._indices(without)], minlength=len(num_nodes))
-        return least_amounts(received, np.bincount(kinds), num_nodes)
+        return received, np.bincount(kinds), num_nodes
 
     def _needed(self, targets: Sequence[Target]) -> Ints:
         """Return the part that each place needs, one target after the other."""

@@ -195,22 +195,23 @@ def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[ReplanCandida
     ways = list(ways)
     fastest_ns = nanoseconds(fastest_ms(ways))
     steps_ns = [nanoseconds(way.least_step_ms) for way in ways]
-    num_equal = Counter(steps_ns)
+    num_equal = Counter(steps_ns)  # of those, copies decide
     # Lacking domains, the formula above times the fastest step (a whole number, so that no rounding decides), bytes.
     left: list[tuple[int, int, int, int, ReplanCandidate | None]] = [
         (0, interval_ns * step_ns, 0, number, None) for number, step_ns in enumerate(steps_ns)
     ]
     heapify(left)
-    bounded: set[int] = set()
+    bounds = [
+        iter(way.copy_bounds if num_equal[step_ns] > 1 else ()) for way, step_ns in zip(ways, steps_ns, strict=True)
+    ]
     while left:
         *_, number, found = heappop(left)
         if found is not None:
             yield found
             continue
         way, step_ns = ways[number], steps_ns[number]
-        if num_equal[step_ns] > 1 and number not in bounded:  # copies decide
-            bounded.add(number)
-            copy_ms, copied_bytes = way.least_copies()
+        if bound := next(bounds[number], None):
+            copy_ms, copied_bytes = bound()
             lacking = 0
         elif (found := way.candidate()) is not None:
             step_ns, copy_ms = nanoseconds(found.step_ms), found.copy_ms

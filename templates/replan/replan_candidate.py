@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from resilient.templates.common.durations import nanoseconds
@@ -94,6 +94,7 @@ class Situation:
     ) -> None:
         self._problem, self._templates, self._compositions = problem, templates, compositions
         self._new = cache(lambda size: _Wanted(templates.of(size)))
+        self._kept = cache(self._continuing)
         self._plan = _with_templates_of(templates, plan)
         known = {id(layout) for layouts in templates.layouts for layout in layouts}
         self._all_known = all(id(pipeline.template) in known for pipeline in self._plan.pipelines)
@@ -112,13 +113,14 @@ class Situation:
         Nodes that there is a place for stand by only where that makes the step shorter than any way with all of them.
         """
         most = sum(self._compositions(len(self._live)).every)
-        found, with_most, seen = list[Way](), list[Way](), set[object]()
-        for number in self._numbers_without():
-            num_nodes = len(self._live) - number
-            if with_most and num_nodes < most and not self._may_take_less(fastest_ms(with_most), num_nodes):
-                break
+        found, seen = list[Way](), set[object]()
+        numbers = deque(self._numbers_without())
+        while numbers and len(self._live) - numbers[0] >= most:
+            found.extend(self._distinct(self._changes(numbers.popleft()), seen))
+        if numbers and (with_most := [way for way in found if way.num_nodes == most]):
+            self._drop_longer(numbers, fastest_ms(with_most))
+        for number in numbers:
             found.extend(self._distinct(self._changes(number), seen))
-            with_most = [way for way in found if way.num_nodes == most]
         if self._slowest_first:
             shortest_ms = fastest_ms(found)
             if self._may_take_less(shortest_ms, most):
@@ -131,6 +133,11 @@ class Situation:
                 yield way
             elif way.least_step_ms < with_most_ms:
                 yield way.shorter_than(with_most_ms)
+
+    def _drop_longer(self, numbers: deque[int], step_ms: float) -> None:
+        """Drop, from the end, how many nodes stand by with which no step is shorter: others may do what fewer do."""
+        while numbers and not self._may_take_less(step_ms, len(self._live) - numbers[-1]):
+            numbers.pop()
 
     def _may_take_less(self, step_ms: float, num_nodes: int) -> bool:
         """Return False only where no step on up to so many of the nodes is shorter."""
@@ -226,8 +233,9 @@ class Situation:
             yield (intact[size].popleft() if intact[size] else None), size
 
     def _kept_or_new(self, index: int | None, size: int) -> _Wanted:
-        if index is None:
-            return self._new(size)
+        return self._new(size) if index is None else self._kept(index, size)
+
+    def _continuing(self, index: int, size: int) -> _Wanted:
         template = self._plan.pipelines[index].template
         return _Wanted(self._only(template) if template.num_nodes == size else self._new(size).layouts, index)
 
@@ -291,8 +299,8 @@ class Situation:
             on = zip(targets, place().nodes, strict=True)
             return self._split([self._speed(target.template, nodes, alone=alone) for target, nodes in on])
 
-        def least_copies() -> tuple[float, int]:
-            busiest, copied = self._placer.least_copies(targets, change.without)
+        def copies(bound: Callable[[], tuple[int, int]]) -> tuple[float, int]:
+            busiest, copied = bound()
             return _copy_ms(self._problem.cluster.inter_node, busiest), copied
 
         def candidate() -> ReplanCandidate:
@@ -315,7 +323,7 @@ class Situation:
             least_step_ms=at_least[1],
             num_nodes=sum(target.template.num_nodes for target in targets),
             placed_step_ms=None if is_known else lambda: split()[1],
-            least_copies=least_copies,
+            copy_bounds=tuple(partial(copies, each) for each in self._placer.copy_bounds(targets, change.without)),
             candidate=candidate,
         )
 

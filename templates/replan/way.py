@@ -5,7 +5,7 @@ Placing the nodes takes longest. Bounds that need no places say which ways can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -49,14 +49,15 @@ class Way:
         least_step_ms: How long a step takes at least, whichever of its nodes are slow.
         num_nodes: How many nodes it uses.
         placed_step_ms: Places the nodes and returns how long a step takes; None where that is ``least_step_ms``.
-        least_copies: Returns how long copies take at least, in ms, and how many bytes are copied at least.
+        copy_bounds: Each returns how long copies take at least, in ms, and how many bytes are copied at least; the
+            later, the higher, and the longer it takes.
         candidate: Places the nodes and returns the candidate; None where the step shows to be too long.
     """
 
     least_step_ms: float
     num_nodes: int
     placed_step_ms: Callable[[], float] | None
-    least_copies: Callable[[], tuple[float, int]]
+    copy_bounds: Sequence[Callable[[], tuple[float, int]]]
     candidate: Callable[[], ReplanCandidate | None]
 
     @cached_property
