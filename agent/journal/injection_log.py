@@ -50,7 +50,17 @@ class InjectionLog:
     def missed(self) -> list[dict[str, Any]]:
         """Return the failures that were wanted and not caused as far as was read, as those that were are written."""
         wanted = [record_of(each, each.at_step, each.at_phase) for each in self._wanted]
-        return [each for each in wanted if not any(_meets(caused, each) for caused in self._caused)]
+        left = list(self._caused)
+        took = {id(each) for each in sorted(wanted, key=lambda each: each["step"] is None) if _took(left, each)}
+        return [each for each in wanted if id(each) not in took]
+
+
+def _took(left: list[dict[str, Any]], wanted: dict[str, Any]) -> bool:
+    """Return whether one of the failures is the one that was wanted, and take it: another of the kind is another."""
+    found = next((number for number, caused in enumerate(left) if _meets(caused, wanted)), None)
+    if found is not None:
+        del left[found]
+    return found is not None
 
 
 def _meets(caused: dict[str, Any], wanted: dict[str, Any]) -> bool:

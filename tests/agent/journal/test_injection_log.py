@@ -44,6 +44,18 @@ def test_workers_of_a_node_that_are_to_die_at_once_are_told_apart(tmp_path: Path
     ]
 
 
+def test_one_failure_is_one_of_those_that_were_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "injections.jsonl"
+    in_any_step = Injection(node=1, at_phase="commit")
+    log = InjectionLog(path, [in_any_step, FIRST, FIRST])
+    died(path, 1, 3, "commit")
+    log.read()
+    assert [each["step"] for each in log.missed()] == [None, 3]
+    died(path, 1, 7, "commit")
+    log.read()
+    assert [each["step"] for each in log.missed()] == [3]
+
+
 @pytest.mark.parametrize(
     ("wanted", "is_missed"),
     [
