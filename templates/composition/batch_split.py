@@ -185,6 +185,12 @@ def lines_of_sizes(templates: TemplateSet) -> LineTable:
     return line_table([lines(layouts) for layouts in templates.layouts])
 
 
+@lru_cache(maxsize=16)
+def lone_lines_of_sizes(templates: TemplateSet) -> LineTable:
+    """Return the lines of a pipeline of each size, where it is the only one. [sizes, most lines]"""
+    return line_table([lines(layouts, alone=True) for layouts in templates.layouts])
+
+
 @lru_cache(maxsize=32)
 def least_lines_of_sizes(templates: TemplateSet, *, alone: bool = False) -> LineTable:
     """Return :func:`least_line` of the layouts of each size. [sizes, most lines]"""

@@ -20,10 +20,10 @@ from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.composition.batch_split import (
     LineTable,
-    finish_ns,
     least_lines_of_sizes,
     lines,
     lines_of_sizes,
+    lone_lines_of_sizes,
 )
 from resilient.templates.template import TemplateSet
 
@@ -116,13 +116,10 @@ def _check(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pi
 
 def _best_lone(templates: TemplateSet, num_nodes: int, num_microbatches: int) -> tuple[int, tuple[int, ...]]:
     """Return the step and the size of the only pipeline, of up to so many nodes; ties: the largest."""
-    times = (
-        (finish_ns(lines(templates.of(size), alone=True), num_microbatches), -size)
-        for size in templates.sizes
-        if size <= num_nodes
-    )
-    step_ns, size = min(times)
-    return step_ns, (-size,)
+    each = lone_lines_of_sizes(templates).finish_ns(num_microbatches).min(axis=1)
+    of_last = each[: num_nodes - templates.sizes[0] + 1][::-1]
+    last = int(of_last.argmin())
+    return int(of_last[last]), (templates.sizes[: len(of_last)][::-1][last],)
 
 
 class _Knapsack:

@@ -83,8 +83,18 @@ def is_enough(
         each[size] = max(capacity, each[size - 1]) if may_idle else capacity
         if each[size] > 0:
             at_most = max(at_most, each[size] * num_nodes // size)
-    # Most times are settled by what nodes of the best size would do if they were divisible.
-    return at_most >= num_microbatches and most_worth(each, most, least, num_nodes, num_nodes)[0] >= num_microbatches
+    # Most times are settled by what nodes of the best size would do if they were divisible, or by what pipelines do
+    # that are all of one size, but for some of the next.
+    if at_most < num_microbatches:
+        return False
+    for count in range(max(least, 1, -(-num_nodes // (len(each) - 1))), most + 1):
+        size, larger = num_nodes // count, num_nodes % count
+        alike = (count - larger) * each[size] if each[size] > 0 else IMPOSSIBLE
+        if larger > 0:
+            alike = alike + larger * each[size + 1] if min(alike, each[size + 1]) > 0 else IMPOSSIBLE
+        if alike >= num_microbatches:
+            return True
+    return most_worth(each, most, least, num_nodes, num_nodes)[0] >= num_microbatches
 
 
 @compiled
