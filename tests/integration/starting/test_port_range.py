@@ -12,8 +12,9 @@ from resilient.common.network.ports import port_range
 from tests.integration.harness import Run, Started, started
 from tests.resilient.common.network.test_ports import free_range
 
-SMALL = ("--min-pipeline-nodes", "1")
+SMALL = ("--min-pipeline-nodes", "1", "--max-failures", "2")
 NODES = 3
+"""As many as the job needs: one that is lost is waited for."""
 
 
 def listening(process: psutil.Process) -> list[int]:
