@@ -28,6 +28,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
 from resilient.templates.replan.replan_candidate import Situation
+from resilient.templates.replan.transfer import transfers_between
 from resilient.templates.replan.way import ReplanCandidate, Way, fastest_ms
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.search.template_sizes import TooFewNodes, node_counts, usable_nodes
@@ -74,7 +75,7 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
 
 
 def warm_up() -> None:
-    """Load and compile what planning needs, also of slow nodes and failure domains: a change would wait for it else."""
+    """Load and compile what a change needs, also with slow nodes and failure domains: it would wait for it else."""
     layers = tuple(
         LayerProfile(name=name, costs=(LayerCost(forward_ms=1.0),), parameter_bytes=1) for name in ("first", "last")
     )
@@ -84,6 +85,8 @@ def warm_up() -> None:
     zones = {node: str(place) for pipeline in plan.pipelines for place, node in enumerate(pipeline.nodes)}
     replan(problem, plan, range(4), domains=zones)
     compose_with_slow(templates_for(problem, 4), 3, [2.0], problem.num_microbatches, 2, nanoseconds(1e6))
+    first = layers[0]
+    transfers_between({first.name: {0: first.whole}}, {first.name: {1: first.whole}})
 
 
 def first_plan(
