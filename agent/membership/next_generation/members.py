@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from resilient.protocol.alike import Alike
@@ -62,7 +63,7 @@ class Member:
         """Whether all its workers have ended."""
         return len(self.done) == self.num_workers
 
-    @property
+    @cached_property
     def workers(self) -> tuple[WorkerId, ...]:
         """All its workers."""
         return tuple((self.node, local_rank) for local_rank in range(self.num_workers))

@@ -170,5 +170,4 @@ class Context:
 
     def ready_workers(self) -> list[WorkerId]:
         """Return the workers of all nodes that can be given a place, in order."""
-        ready = (self.members[node] for node in sorted(self.members) if self.members[node].is_ready)
-        return [worker for member in ready for worker in member.workers]
+        return [worker for _, member in sorted(self.members.items()) if member.is_ready for worker in member.workers]
