@@ -22,7 +22,7 @@ from resilient.agent.leadership.leased_term import lease_s
 from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import Phase, Settings
-from resilient.agent.network.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
+from resilient.agent.network.conversation import GOODBYE, Attached, Conversation, Heard, Hello, decode_hello
 from resilient.agent.network.dialect import REFUSED, SPOKEN, why_misunderstood
 from resilient.agent.network.doorbell import joined
 from resilient.agent.network.introductions import (
@@ -51,6 +51,7 @@ from resilient.protocol.messages import (
     WorkerExited,
     encode,
 )
+from resilient.protocol.repeated_jobs import JobReader
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Agents:
         self._token = token
         self._ports = settings.port_range
         self._packer = GenerationPacker()
+        self._reader = JobReader(FromAgentMessage | Heard)
         self._heard_before: Mapping[int, int] = {}
         self._agents: dict[int, KnownAgent] = {}
         self._num_seen = 0
@@ -154,7 +156,7 @@ class Agents:
             self._wait_for(agent, wait_s)
 
     def _conversation(self, num_heard: int = 0) -> Conversation[FromAgentMessage]:
-        return Conversation(FromAgentMessage, num_heard=num_heard, keep=self._keep)
+        return Conversation(FromAgentMessage, num_heard=num_heard, keep=self._keep, decode=self._reader.decode)
 
     def note_ended(self, pid: int) -> None:
         """Take in that a process of this machine has ended: if it was an agent, it does not come back."""

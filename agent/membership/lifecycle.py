@@ -100,7 +100,7 @@ class Lifecycle:
             return
         members = parts.context.members
         joining = parts.context.joining()
-        leaving = [node for node in sorted(members) if members[node].leaving]
+        leaving = sorted(node for node, member in members.items() if member.leaving)
         if leaving or (joining and not self._awaits_others([members[node] for node in joining])):
             number = parts.context.generation + 1
             parts.context.record("boundary", generation=number, joining=joining, leaving=leaving)

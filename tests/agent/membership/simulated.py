@@ -214,7 +214,13 @@ class Job:
         return self.feed(WorkerSaid(node=worker[0], local_rank=worker[1], message=message))
 
     def connect(
-        self, domain: str = "", alike: Alike | None = None, *, is_guest: bool = False, pid: int | None = None
+        self,
+        domain: str = "",
+        alike: Alike | None = None,
+        *,
+        is_guest: bool = False,
+        pid: int | None = None,
+        num_behind: int = 0,
     ) -> int:
         """Have a node connect; return its number. ``pid``: of its agent, which was another node before."""
         node = self.next_node
@@ -225,7 +231,14 @@ class Job:
         told, pid = alike or {}, node if pid is None else pid
         self.feed(
             NodeConnected(
-                node=node, host="h", pid=pid, num_workers=num_workers, domain=domain, alike=told, is_guest=is_guest
+                node=node,
+                host="h",
+                pid=pid,
+                num_workers=num_workers,
+                domain=domain,
+                alike=told,
+                is_guest=is_guest,
+                num_behind=num_behind,
             )
         )
         return node
