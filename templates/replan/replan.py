@@ -58,17 +58,24 @@ def templates_for(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     """Do ahead of time what a :func:`replan` around ``num_nodes`` nodes would otherwise do during a recovery.
 
-    Computes templates and compositions for up to f (4 at least) nodes less and 4 more, and makes one plan, which loads
-    and compiles what planning needs. The results are cached; calling it is optional and changes no plan.
+    Computes templates and compositions for up to f (4 at least) nodes less and 4 more, and makes a plan the first time,
+    which loads and compiles what planning needs. The results are cached; calling it is optional and changes no plan.
 
     Raises:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
     """
-    plan = first_plan(problem, range(num_nodes))
+    _composed(problem, num_nodes)
     least = (problem.max_failures + 1) * templates_for(problem, num_nodes).sizes[0]
     fewer = max(problem.max_failures, _PREPARED_CHANGE)
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
         _composed(problem, live)
+    _load(problem, least)
+
+
+@lru_cache(maxsize=64)
+def _load(problem: PlanningProblem, num_nodes: int) -> None:
+    """Make a plan and another one after it, only once: the event loop may be telling a thousand nodes of theirs."""
+    plan = first_plan(problem, range(num_nodes))
     replan(problem, plan, range(1, num_nodes + 1))
     nothing = np.zeros(1, dtype=np.int64)
     assign(nothing[None], nothing, nothing)

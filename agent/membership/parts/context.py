@@ -165,7 +165,7 @@ class Context:
     def joining(self) -> list[int]:
         """Return those of the nodes that the next plan may use that the generation in force does not know."""
         if self.settings.most_nodes is None:
-            return available((member for member in self.members.values() if not member.admitted), None)
+            return available([member for member in self.members.values() if not member.admitted], None)
         return [node for node in self.available() if not self.members[node].admitted]
 
     def ready_workers(self) -> list[WorkerId]:
