@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,12 +16,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from resilient.agent.entrance import num_strangers
 from resilient.agent.leadership.audience import Audience
 from resilient.agent.leadership.leased_term import lease_s
 from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import Phase, Settings
-from resilient.agent.network.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
+from resilient.agent.network.conversation import GOODBYE, Attached, Conversation, Heard, Hello, decode_hello
 from resilient.agent.network.dialect import REFUSED, SPOKEN, why_misunderstood
 from resilient.agent.network.doorbell import joined
 from resilient.agent.network.introductions import (
@@ -34,6 +32,7 @@ from resilient.agent.network.introductions import (
     decode_introduced,
     why_refused,
 )
+from resilient.agent.network.known_agent import LOST, KnownAgent, digest
 from resilient.agent.network.patience import Patience
 from resilient.common.printable import printable
 from resilient.errors import ControlError
@@ -52,50 +51,11 @@ from resilient.protocol.messages import (
     WorkerExited,
     encode,
 )
+from resilient.protocol.repeated_jobs import JobReader
 
 logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 10.0
-_LOST = "node lost"
-
-
-class _Agent:
-    """One agent, connected or cut off."""
-
-    def __init__(self, connected: ev.NodeConnected, conversation: Conversation[FromAgentMessage]) -> None:
-        self.node = connected.node
-        self.num_workers = connected.num_workers
-        self.conversation = conversation
-        self.socket: web.WebSocketResponse | None = None
-        self.gone = asyncio.Event()
-        self.num_heard_before_nonsense: int | None = None
-        self.lost_soon: asyncio.TimerHandle | None = None
-        self.has_ended = False
-        self.bell = ""
-        self._told: dict[int, int] = {}  # by worker, the generation it was last told of, in this conversation
-        self.why_lost = _LOST
-        self._process = (connected.host, connected.pid)
-        self._known_by = connected.known_by
-
-    def runs_here_as(self, pid: int) -> bool:
-        """Return whether it is this process of this machine."""
-        return self._process == (socket.gethostname(), pid)
-
-    def is_known_by(self, key: str) -> bool:
-        """Return whether it is this agent that shows a key: others have the job's token, too."""
-        return hmac.compare_digest(self._known_by, _digest(key))
-
-    def note_told(self, local_rank: int | None, generation: int) -> int:
-        """Take in that a worker is told of a generation; return which it was told of before, 0 for none."""
-        before, self._told[local_rank or 0] = self._told.get(local_rank or 0, 0), generation
-        return before
-
-    def stop_waiting(self) -> bool:
-        """Give it up no more when its time is over; return whether that would have been."""
-        waited, self.lost_soon = self.lost_soon, None
-        if waited is not None:
-            waited.cancel()
-        return waited is not None
 
 
 class Agents:
@@ -131,9 +91,11 @@ class Agents:
         self._token = token
         self._ports = settings.port_range
         self._packer = GenerationPacker()
+        self._reader = JobReader(FromAgentMessage | Heard)
         self._heard_before: Mapping[int, int] = {}
-        self._agents: dict[int, _Agent] = {}
+        self._agents: dict[int, KnownAgent] = {}
         self._num_seen = 0
+        self._introducing: set[web.WebSocketResponse] = set()
         self._health: dict[int, Health] = {}
         self._misunderstood: set[str] = set()
         self._audience = Audience(lease_s(settings.heartbeat_s))
@@ -181,7 +143,7 @@ class Agents:
         """Take in that there was an agent when the coordinator before was there."""
         self._num_seen = max(self._num_seen, connected.node + 1)
         conversation = self._conversation(self._heard_before.get(connected.node, 0))
-        self._agents[connected.node] = _Agent(connected, conversation)
+        self._agents[connected.node] = KnownAgent(connected, conversation)
 
     def forget(self, node: int) -> None:
         """Take in that an agent was gone when the coordinator before was there."""
@@ -194,7 +156,7 @@ class Agents:
             self._wait_for(agent, wait_s)
 
     def _conversation(self, num_heard: int = 0) -> Conversation[FromAgentMessage]:
-        return Conversation(FromAgentMessage, num_heard=num_heard, keep=self._keep)
+        return Conversation(FromAgentMessage, num_heard=num_heard, keep=self._keep, decode=self._reader.decode)
 
     def note_ended(self, pid: int) -> None:
         """Take in that a process of this machine has ended: if it was an agent, it does not come back."""
@@ -202,7 +164,7 @@ class Agents:
             if agent.runs_here_as(pid):
                 agent.has_ended = True
                 if agent.lost_soon is not None:
-                    self._drop(agent, _LOST)
+                    self._drop(agent, LOST)
 
     async def all_gone(self) -> None:
         """Wait until all that are there now are gone; those who are cut off are waited for no longer."""
@@ -226,6 +188,14 @@ class Agents:
             self._note_misunderstood(request.remote or "", reason)
             raise web.HTTPUpgradeRequired(text=reason, headers={REFUSED: reason})
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s)
+        self._introducing.add(socket)
+        try:
+            await self._serve(request, socket)
+        finally:
+            self._introducing.discard(socket)
+        return socket
+
+    async def _serve(self, request: web.Request, socket: web.WebSocketResponse) -> None:
         await socket.prepare(request)
         try:
             hello = decode_hello(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
@@ -233,10 +203,9 @@ class Agents:
             why = "it hung up" if socket.closed else printable(str(error))
             logger.warning("an agent at %s did not introduce itself: %s", _other_end(request), why)
             await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
-            return socket
-        await self._converse(socket, hello)
+            return
+        await self._converse(request, socket, hello)
         await socket.close()
-        return socket
 
     def _note_misunderstood(self, host: str, reason: str) -> None:
         """Tell it of each machine once: an agent may try again and again."""
@@ -244,7 +213,7 @@ class Agents:
             self._misunderstood.add(host)
             self._note("node_refused", {"host": host, "address": "", "is_guest": True, "reason": reason})
 
-    async def _converse(self, socket: web.WebSocketResponse, hello: Hello) -> None:
+    async def _converse(self, request: web.Request, socket: web.WebSocketResponse, hello: Hello) -> None:
         if hello.term > self._term:
             return  # it has heard of another coordinator, as this one will
         agent = self._agents.get(hello.node) if hello.node is not None else None
@@ -253,12 +222,13 @@ class Agents:
         is_new = agent is None or hello.num_heard == 0 or agent.node not in self._machine.members
         if agent is None or is_new:
             if agent is not None:  # it begins anew: what it was before is gone in any case
-                self._drop(agent, _LOST)
+                self._drop(agent, LOST)
             met = await self._introduce(socket, hello)
             if met is None:
                 return
             hello = met
-            agent = self._begin(hello)
+            agent = self._begin(hello, num_behind=len(self._introducing) - 1 + num_strangers(request))
+        self._introducing.discard(socket)
         agent.bell = joined(hello.address, hello.bell_port) if hello.bell_port else ""
         agent.socket = socket
         agent.conversation.connect(socket)
@@ -279,11 +249,11 @@ class Agents:
             cause = self._cause_of_nonsense(agent, agent.conversation.num_heard, error)
         except ControlError as error:
             logger.warning("node %d: %s", agent.node, error)
-            cause = _LOST
+            cause = LOST
         if agent.socket is not socket or self._agents.get(agent.node) is not agent:
             return  # it is back over another connection, or gone
         if socket.close_code == GOODBYE or agent.has_ended:
-            cause = _LOST
+            cause = LOST
         if cause:
             self._drop(agent, cause)
         else:
@@ -315,7 +285,7 @@ class Agents:
             return None
         return msgspec.structs.replace(hello, bell_port=told.port)
 
-    def _begin(self, hello: Hello) -> _Agent:
+    def _begin(self, hello: Hello, num_behind: int) -> KnownAgent:
         connected = ev.NodeConnected(
             node=self._num_seen,
             host=hello.host,
@@ -324,20 +294,21 @@ class Agents:
             domain=hello.domain,
             alike=hello.alike,
             is_guest=hello.is_guest,
-            known_by=_digest(hello.key),
+            known_by=digest(hello.key),
+            num_behind=num_behind,
         )
         self._num_seen += 1
-        agent = self._agents[connected.node] = _Agent(connected, self._conversation())
+        agent = self._agents[connected.node] = KnownAgent(connected, self._conversation())
         self._feed(connected)
         return agent
 
-    def _cause_of_nonsense(self, agent: _Agent, num_heard: int, error: msgspec.DecodeError) -> str:
+    def _cause_of_nonsense(self, agent: KnownAgent, num_heard: int, error: msgspec.DecodeError) -> str:
         """Return why to do without the agent, "" if it may say it again: it can have been damaged on its way."""
         logger.warning("node %d sent nonsense: %s", agent.node, printable(str(error)))
         is_same, agent.num_heard_before_nonsense = agent.num_heard_before_nonsense == num_heard, num_heard
-        return _LOST if is_same else ""
+        return LOST if is_same else ""
 
-    async def _hear(self, agent: _Agent, said: FromAgentMessage) -> None:
+    async def _hear(self, agent: KnownAgent, said: FromAgentMessage) -> None:
         node = agent.node
         self._patience.hear(node, _now())
         self._audience.hear()
@@ -355,25 +326,25 @@ class Agents:
             case WorkerExited(local_rank=local_rank, exit_code=exit_code, error=error):
                 self._feed(ev.WorkerEnded(node=node, local_rank=local_rank, exit_code=exit_code, error=error))
 
-    def _cut_off(self, agent: _Agent, *, is_silent: bool) -> None:
+    def _cut_off(self, agent: KnownAgent, *, is_silent: bool) -> None:
         self._patience.cut_off(agent.node, _now(), is_silent=is_silent)
-        agent.why_lost = "heartbeat missed" if is_silent else _LOST
+        agent.why_lost = "heartbeat missed" if is_silent else LOST
         if is_silent and self._patience.is_over(agent.node, _now()):
             self._drop(agent, agent.why_lost)
         else:
             self._wait_for(agent, self._heartbeat_s)
             self._feed(ev.NodeCutOff(node=agent.node))
 
-    def _wait_for(self, agent: _Agent, wait_s: float) -> None:
+    def _wait_for(self, agent: KnownAgent, wait_s: float) -> None:
         agent.lost_soon = asyncio.get_running_loop().call_later(wait_s, self._give_up_or_wait, agent)
 
-    def _give_up_or_wait(self, agent: _Agent) -> None:
+    def _give_up_or_wait(self, agent: KnownAgent) -> None:
         if self._is_over or self._patience.is_over(agent.node, _now()):
             self._drop(agent, agent.why_lost)
         else:
             self._wait_for(agent, self._heartbeat_s / 2)
 
-    def _drop(self, agent: _Agent, cause: str) -> None:
+    def _drop(self, agent: KnownAgent, cause: str) -> None:
         agent.stop_waiting()
         del self._agents[agent.node]
         self._health.pop(agent.node, None)
@@ -386,11 +357,6 @@ def _other_end(request: web.Request) -> str:
     """Return host and port that a connection comes from."""
     host, port = (request.get_extra_info("peername") or ("unknown", 0))[:2]
     return joined(host, port)
-
-
-def _digest(key: str) -> str:
-    """Return what may stand in logs of an agent's key."""
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _now() -> float:

@@ -118,18 +118,6 @@ _http_logger.addFilter(_NonsenseApart())
 _Body = TypeVar("_Body")
 
 
-async def read_body(request: web.Request, kind: type[_Body]) -> _Body:
-    """Read a request's JSON body.
-
-    Raises:
-        web.HTTPBadRequest: It is something else.
-    """
-    try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.DecodeError as error:
-        raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None
-
-
 class Entrance:
     """Serves HTTP over TLS.
 
@@ -150,6 +138,12 @@ class Entrance:
         self._turned_away = _Complaint("%d connections closed that did not show the job's token within %g s")
         self._scarce = _Complaint("%d times a connection could not be accepted yet: %s; `ulimit -n` may be too low")
         self._most_strangers = STRANGERS_AT_ONCE
+        app[_ENTRANCE] = self
+
+    @property
+    def num_strangers(self) -> int:
+        """How many have connected and not shown the token yet."""
+        return sum(not (stranger.admitted.is_set() or stranger.is_gone) for stranger in self._strangers)
 
     async def open(self, host: str, port: int, ports: str = "") -> tuple[str, int]:
         """Listen; return where.
@@ -265,3 +259,24 @@ class Entrance:
                 if connection.transport is not None:
                     connection.abort()
             self._fewer.set()
+
+
+_ENTRANCE = web.AppKey("entrance", Entrance)
+
+
+def num_strangers(request: web.Request) -> int:
+    """Return how many have connected, to whom a request came, and not shown the token yet."""
+    entrance = request.app.get(_ENTRANCE)
+    return 0 if entrance is None else entrance.num_strangers
+
+
+async def read_body(request: web.Request, kind: type[_Body]) -> _Body:
+    """Read a request's JSON body.
+
+    Raises:
+        web.HTTPBadRequest: It is something else.
+    """
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except msgspec.DecodeError as error:
+        raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None

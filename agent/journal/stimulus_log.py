@@ -90,6 +90,7 @@ class StimulusLog:
         self._guard = guard
         self._lines: list[bytes] = []
         self._jobs: set[str] = set()
+        self._last_job: tuple[JobSpec | None, str] = None, ""
         self._given_up = False
         if settings is None:
             _cut_to_whole_lines(path)
@@ -125,11 +126,16 @@ class StimulusLog:
     def _line(self, stimulus: Stimulus, at: float, heard: tuple[int, int] | None) -> _Line:
         job, kind = "", type(stimulus).__name__
         if isinstance(stimulus, WorkerSaid) and isinstance(stimulus.message, Ready):
-            job = hashlib.sha256(msgspec.msgpack.encode(stimulus.message.job)).hexdigest()
+            job = self._digest(stimulus.message.job)
             if job in self._jobs:
                 stimulus = replace(stimulus, message=msgspec.structs.replace(stimulus.message, job=None))
             self._jobs.add(job)
         return _Line(at=at, kind=kind, job=job, heard=heard, **_content("stimulus", stimulus))
+
+    def _digest(self, job: JobSpec) -> str:
+        if job is not self._last_job[0]:  # mostly it is
+            self._last_job = job, hashlib.sha256(msgspec.msgpack.encode(job)).hexdigest()
+        return self._last_job[1]
 
     def _add(self, line: Any) -> None:
         if self._given_up:

@@ -74,6 +74,7 @@ class Handlers:
             is_guest=event.is_guest,
             unchecked=event.alike,
             connected_at=context.now,
+            num_behind=event.num_behind,
         )
         unlike = "" if self._parts.is_too_early(member) else self._parts.likeness.why_unlike(event.node, {})
         if unlike:
@@ -177,10 +178,8 @@ class Handlers:
     def on_worker_done(self, event: WorkerEnded) -> None:
         """After the last step every script is to end by itself."""
         member = self._context.members.get(event.node)
-        if member is None:
-            return
-        if event.exit_code != 0:
-            self.on_worker_ended(event)
+        if member is None or event.exit_code != 0:
+            self.on_worker_ended(event)  # of one that is gone, nothing comes
             return
         member.done.add(event.local_rank)
         if member.is_done:

@@ -30,7 +30,7 @@ _ONE_WISH_S = 1.0
 _LEAST_COLLECTED_S, _MOST_COLLECTED_S = 1.0, 60.0
 """For so long who could join waits for others who are about to, in between as long as it took to get ready itself."""
 _QUIET_S = 0.25
-"""Where several have got ready, nobody must have for so long before they are taken in: nodes come in waves."""
+"""For so long nobody must have got ready before several are taken in who did not come as one queue: more may follow."""
 
 
 class Lifecycle:
@@ -100,7 +100,7 @@ class Lifecycle:
             return
         members = parts.context.members
         joining = parts.context.joining()
-        leaving = [node for node in sorted(members) if members[node].leaving]
+        leaving = sorted(node for node, member in members.items() if member.leaving)
         if leaving or (joining and not self._awaits_others([members[node] for node in joining])):
             number = parts.context.generation + 1
             parts.context.record("boundary", generation=number, joining=joining, leaving=leaving)
@@ -114,7 +114,7 @@ class Lifecycle:
         waits_since = self._parts.participants.installed_at  # a change may have kept others from being heard
         if context.now - max(first.up_at, waits_since) >= patience_s:
             return False
-        if len(joining) > 1 and context.now - max(last.up_at, waits_since) < _QUIET_S:
+        if not _are_all(joining) and context.now - max(last.up_at, waits_since) < _QUIET_S:
             return True
         return any(not (other.admitted or other.leaving or other.is_ready) for other in context.members.values())
 
@@ -261,3 +261,12 @@ class Lifecycle:
             self._ends.stop(interruption.exit_code, f"{reason}{parts.how_to_resume}", parts.checkpoints.newest_path)
         elif parts.change is not None and parts.change.at_boundary and now >= interruption.step_deadline:
             self._regrouping.begin(at_boundary=False, cause="interruption")
+
+
+def _are_all(joining: Sequence[Member]) -> bool:
+    """Return whether nobody is to be expected after these: each but the last had others behind it, or one came alone.
+
+    Args:
+        joining: In the order in which they came.
+    """
+    return not joining[-1].num_behind and all(member.num_behind for member in joining[:-1])

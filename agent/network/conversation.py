@@ -100,10 +100,18 @@ class Conversation(Generic[_Message]):
         messages: The union of what the other end may say.
         num_heard: So many of them were heard by whoever held this end before.
         keep: Called before the other end is told what it need not keep: what was heard must not be lost from then on.
+        decode: Reads one of them, or :class:`Heard`; None for the usual way.
     """
 
-    def __init__(self, messages: Any, *, num_heard: int = 0, keep: Callable[[], None] = lambda: None) -> None:
-        self._decode: Callable[[bytes], _Message | Heard] = msgspec.msgpack.Decoder(messages | Heard).decode
+    def __init__(
+        self,
+        messages: Any,
+        *,
+        num_heard: int = 0,
+        keep: Callable[[], None] = lambda: None,
+        decode: Callable[[bytes], _Message | Heard] | None = None,
+    ) -> None:
+        self._decode: Callable[[bytes], _Message | Heard] = decode or msgspec.msgpack.Decoder(messages | Heard).decode
         self._num_heard = num_heard
         self._keep = keep
         self._said: deque[bytes] = deque()  # what the other end may not have heard

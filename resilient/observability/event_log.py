@@ -16,6 +16,7 @@ import msgspec
 Event = Mapping[str, Any]
 
 _MORE = "more"
+_MAY_BE_LONG = (list, tuple, dict)
 _LONGEST_BYTES = 4096
 """Of a list in one line, but for a single item."""
 
@@ -26,7 +27,7 @@ def lines_of(event: Event) -> list[bytes]:
     long = {
         field: value
         for field, value in event.items()
-        if isinstance(value, list | tuple | dict) and len(encode(value)) > _LONGEST_BYTES
+        if isinstance(value, _MAY_BE_LONG) and len(encode(value)) > _LONGEST_BYTES
     }
     more = [
         encode({"kind": _MORE, "field": field, "items": items})

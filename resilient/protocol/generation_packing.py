@@ -14,7 +14,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from operator import attrgetter, sub
 
 import msgspec
 
@@ -80,7 +79,6 @@ class PackedCopies(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sizes: tuple[int, ...]
 
 
-_columns = attrgetter("state", "source", "target", "first_byte", "end_byte")
 _decode_common = msgspec.msgpack.Decoder(Common).decode
 _decode_copies = msgspec.msgpack.Decoder(PackedCopies).decode
 
@@ -183,16 +181,15 @@ def _decompressed(packed: bytes, told_before: bytes = b"") -> bytes:
 
 
 def _packed(transfers: Sequence[Transfer]) -> bytes:
-    state_of, sources, targets, first_bytes, end_bytes = zip(*map(_columns, transfers), strict=True)
-    states = tuple(dict.fromkeys(state_of))
-    place = {state: index for index, state in enumerate(states)}
+    places: dict[str, int] = {}
+    state_of = [places.setdefault(transfer.state, len(places)) for transfer in transfers]
     copies = PackedCopies(
-        states=states,
-        state_of=tuple([place[state] for state in state_of]),
-        sources=sources,
-        targets=targets,
-        first_bytes=first_bytes,
-        sizes=tuple(map(sub, end_bytes, first_bytes)),
+        states=tuple(places),
+        state_of=tuple(state_of),
+        sources=tuple([transfer.source for transfer in transfers]),
+        targets=tuple([transfer.target for transfer in transfers]),
+        first_bytes=tuple([transfer.first_byte for transfer in transfers]),
+        sizes=tuple([transfer.end_byte - transfer.first_byte for transfer in transfers]),
     )
     return zlib.compress(msgspec.msgpack.encode(copies), zlib.Z_BEST_SPEED)  # done a thousand times in a row
 

@@ -98,12 +98,15 @@ class LayerProfile:
                 f"segments of layer {self.name!r} must add up to its {self.state_bytes} bytes, got {self.segments}; "
                 "profile the layer again"
             )
-        is_whole = sum(num_bytes for num_bytes, _ in self.rows) == self.state_bytes
-        if self.rows and not (is_whole and all(0 <= row <= size and size % (row or 1) == 0 for size, row in self.rows)):
+        if self.rows and not self._are_rows():  # most have none, and layers are made by the hundred
             raise ValueError(
                 f"rows of layer {self.name!r} must add up to its {self.state_bytes} bytes, got {self.rows}; "
                 "profile the layer again"
             )
+
+    def _are_rows(self) -> bool:
+        is_whole = sum(num_bytes for num_bytes, _ in self.rows) == self.state_bytes
+        return is_whole and all(0 <= row <= size and size % (row or 1) == 0 for size, row in self.rows)
 
     @property
     def state_bytes(self) -> int:

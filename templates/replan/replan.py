@@ -28,6 +28,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
 from resilient.templates.replan.replan_candidate import Situation
+from resilient.templates.replan.transfer import transfers_between
 from resilient.templates.replan.way import ReplanCandidate, Way, fastest_ms
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.search.template_sizes import TooFewNodes, node_counts, usable_nodes
@@ -57,24 +58,31 @@ def templates_for(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     """Do ahead of time what a :func:`replan` around ``num_nodes`` nodes would otherwise do during a recovery.
 
-    Computes templates and compositions for up to f (4 at least) nodes less and 4 more, and makes one plan, which loads
-    and compiles what planning needs. The results are cached; calling it is optional and changes no plan.
+    Computes templates and compositions for up to f (4 at least) nodes less and 4 more, and makes a plan the first time,
+    which loads and compiles what planning needs. The results are cached; calling it is optional and changes no plan.
 
     Raises:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
     """
-    plan = first_plan(problem, range(num_nodes))
+    _composed(problem, num_nodes)
     least = (problem.max_failures + 1) * templates_for(problem, num_nodes).sizes[0]
     fewer = max(problem.max_failures, _PREPARED_CHANGE)
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
         _composed(problem, live)
+    _load(problem, least)
+
+
+@lru_cache(maxsize=64)
+def _load(problem: PlanningProblem, num_nodes: int) -> None:
+    """Make a plan and another one after it, only once: the event loop may be telling a thousand nodes of theirs."""
+    plan = first_plan(problem, range(num_nodes))
     replan(problem, plan, range(1, num_nodes + 1))
     nothing = np.zeros(1, dtype=np.int64)
     assign(nothing[None], nothing, nothing)
 
 
 def warm_up() -> None:
-    """Load and compile what planning needs, also of slow nodes and failure domains: a change would wait for it else."""
+    """Load and compile what a change needs, also with slow nodes and failure domains: it would wait for it else."""
     layers = tuple(
         LayerProfile(name=name, costs=(LayerCost(forward_ms=1.0),), parameter_bytes=1) for name in ("first", "last")
     )
@@ -84,6 +92,8 @@ def warm_up() -> None:
     zones = {node: str(place) for pipeline in plan.pipelines for place, node in enumerate(pipeline.nodes)}
     replan(problem, plan, range(4), domains=zones)
     compose_with_slow(templates_for(problem, 4), 3, [2.0], problem.num_microbatches, 2, nanoseconds(1e6))
+    first = layers[0]
+    transfers_between({first.name: {0: first.whole}}, {first.name: {1: first.whole}})
 
 
 def first_plan(

@@ -6,17 +6,20 @@ by.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
-from itertools import accumulate, chain
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from resilient.errors import ArgumentError
-from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, common_pieces
+from resilient.templates.common.arrays import Ints
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, Piece, common_pieces
 from resilient.templates.plan import Holdings, Plan, PlanningProblem
+
+if TYPE_CHECKING:  # it loads numba, and most processes that import the planner never copy anything
+    from resilient.templates.replan.senders import Wants
 
 # Up to this many bytes a state comes from one holder; larger ones are split over several, at page boundaries.
 _MAX_WHOLE_BYTES = 4 * 2**20
@@ -75,149 +78,114 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
         of which some rank needs a byte that none holds. There are no transfers of those: they must come from a
         checkpoint. States without bytes need neither.
     """
-    missing: list[_Missing] = []
-    lost: list[str] = []
+    missing, lost = _Missing(), list[str]()
     for state, targets in needed.items():
         holders = held.get(state, {})
         lacking = [
             (rank, lack) for rank, intervals in targets.items() if (lack := intervals - holders.get(rank, NO_BYTES))
         ]
-        if not lacking:
-            continue
-        pieces = [(piece.intervals, _Senders(piece.holders)) for piece in common_pieces(holders)]
+        if lacking and not missing.take(state, lacking, common_pieces(holders)):
+            lost.append(state)
+    return missing.copies(), tuple(lost)
+
+
+class _Missing:
+    """What ranks lack of states, each want a piece that the same ranks hold."""
+
+    def __init__(self) -> None:
+        self._lacking: list[tuple[str, int]] = []  # state and rank
+        self._lacks: list[int] = []  # of each want, its place among these
+        self._parts: list[ByteIntervals] = []
+        self._sizes: list[int] = []
+        self._pieces: list[int] = []  # of each want, who holds it
+        self._holders: list[tuple[int, ...]] = []
+
+    def take(self, state: str, lacking: Sequence[tuple[int, ByteIntervals]], pieces: Sequence[Piece]) -> bool:
+        """Take in what ranks lack of a state; return False, and take in nothing, if none holds some of the bytes.
+
+        Args:
+            state: Its name.
+            lacking: The ranks, and which bytes each lacks.
+            pieces: What others hold of it.
+        """
+        numbered = [(number, piece.intervals) for number, piece in enumerate(pieces, start=len(self._holders))]
         wants = [
-            _Missing(state, rank, part, part.size, senders)
-            for rank, intervals in lacking
-            for piece, senders in pieces
+            (lack, part, number)
+            for lack, (_, intervals) in enumerate(lacking, start=len(self._lacking))
+            for number, piece in numbered
             if (part := intervals & piece)
         ]
-        for want in wants:
-            want.senders.num_wanting += 1
-        if sum([want.size for want in wants]) < sum([intervals.size for _, intervals in lacking]):
-            lost.append(state)
-        else:
-            missing += wants
-    return tuple(_from_few(missing) or _from_many(missing)), tuple(lost)
+        sizes = [part.size for _, part, _ in wants]
+        if sum(sizes) < sum([intervals.size for _, intervals in lacking]):
+            return False
+        if wants:
+            lacks, parts, numbers = zip(*wants, strict=True)
+            self._lacks += lacks
+            self._parts += parts
+            self._pieces += numbers
+        self._sizes += sizes
+        self._lacking += [(state, rank) for rank, _ in lacking]
+        self._holders += [piece.holders for piece in pieces]
+        return True
+
+    def copies(self) -> tuple[Transfer, ...]:
+        """Choose who sends what, and return the copies in order."""
+        if not self._lacks:
+            return ()
+        lacks = np.array(self._lacks)
+        cuts = self._cuts(np.array([rank for _, rank in self._lacking])[lacks])
+        cuts[:, 0] = lacks[cuts[:, 0]]
+        in_order = cuts[np.lexsort((cuts[:, 2], cuts[:, 0]))].tolist()
+        lacking = self._lacking
+        return tuple(
+            [
+                Transfer(state=lacking[lack][0], source=source, target=lacking[lack][1], first_byte=start, end_byte=end)
+                for lack, source, start, end in in_order
+            ]
+        )
+
+    def _cuts(self, targets: Ints) -> Ints:
+        """Return want, sender, first and end byte of each copy, given the rank that has each want.
+
+        Each rank receives from few others, if none of these has half as much to send as some rank has to receive.
+        Otherwise links of senders may be the limit, and what they have to send is evened out.
+        """
+        wants = self._wants()
+        num_holders, num_wanting = np.diff(wants.first_holders), np.bincount(wants.pieces, minlength=len(self._holders))
+        to_receive = np.zeros(targets.max() + 1, dtype=np.int64)
+        np.add.at(to_receive, targets, wants.sizes)
+        num_senders = len(np.unique(wants.ranks[np.repeat(num_wanting > 0, num_holders)]))
+        # Those with the least choice of senders first, then the largest: what is left evens the loads out.
+        order = np.lexsort((-wants.sizes, num_holders[wants.pieces]))
+        most = -(-_FEW_SENDERS // np.bincount(targets)[targets])
+        if 2 * to_receive.sum() <= to_receive.max() * num_senders:
+            cuts, loads = _chosen(wants, order, most)
+            if 2 * loads.max() <= to_receive.max():
+                return cuts
+        even = _EVEN_SHARES * num_holders[wants.pieces] // num_wanting[wants.pieces]
+        return _chosen(wants, order, np.minimum(_MAX_SENDERS, np.maximum(even, most)))[0]
+
+    def _wants(self) -> Wants:
+        from resilient.templates.replan.senders import Wants
+
+        return Wants(
+            sizes=np.array(self._sizes),
+            pieces=np.array(self._pieces),
+            firsts=np.cumsum([0, *[len(part.bounds) for part in self._parts]]),
+            bounds=np.fromiter(chain.from_iterable([part.bounds for part in self._parts]), np.int64),
+            first_holders=np.cumsum([0, *map(len, self._holders)]),
+            ranks=np.fromiter(chain.from_iterable(self._holders), np.int64),
+        )
 
 
-def _from_few(missing: Sequence[_Missing]) -> list[Transfer]:
-    """Have each rank receive from few others, if none of these has half as much to send as some rank has to receive.
+def _chosen(wants: Wants, order: Ints, most: Ints) -> tuple[Ints, Ints]:
+    """Choose who sends, to each want at most so many; return the copies, and what each rank has to send."""
+    from resilient.templates.replan.senders import choose_senders
 
-    Returns:
-        The transfers, or none: links of senders may be the limit.
-    """
-    to_receive = Counter[int]()
-    for want in missing:
-        to_receive[want.target] += want.size
-    most_to_send = max(to_receive.values(), default=0) / 2
-    senders = {id(want.senders): want.senders for want in missing}.values()
-    num_senders = len(set[int]().union(*[each.ranks for each in senders]))
-    if to_receive.total() > most_to_send * num_senders:
-        return []
-    num_pieces = _num_pieces(missing)
-    transfers, load = _assign(missing, lambda want: -(-_FEW_SENDERS // num_pieces[want.target]))
-    if max(load.values(), default=0) <= most_to_send:
-        return transfers
-    for each in senders:
-        each.forget()
-    return []
-
-
-def _from_many(missing: Sequence[_Missing]) -> list[Transfer]:
-    """Even out what senders have to send."""
-    num_pieces = _num_pieces(missing)
-
-    def most(want: _Missing) -> int:
-        even = _EVEN_SHARES * len(want.senders.loads) // want.senders.num_wanting
-        return min(_MAX_SENDERS, max(even, -(-_FEW_SENDERS // num_pieces[want.target])))
-
-    return _assign(missing, most)[0]
-
-
-def _num_pieces(missing: Sequence[_Missing]) -> Mapping[int, int]:
-    """Return how many pieces each rank lacks."""
-    return Counter([want.target for want in missing])
-
-
-def _assign(missing: Sequence[_Missing], most: Callable[[_Missing], int]) -> tuple[list[Transfer], Mapping[int, int]]:
-    """Choose who sends what is missing, each piece from at most so many; return the transfers, and senders' bytes."""
-    load: dict[int, int] = defaultdict(int)
-    transfers: dict[tuple[str, int], list[Transfer]] = {(want.state, want.target): [] for want in missing}
-    # Those with the least choice of senders first, then the largest: what is left evens the loads out.
-    for want in sorted(missing, key=lambda want: (len(want.senders.loads), -want.size)):
-        transfers[want.state, want.target] += _split(want, load, most(want))
-    ordered = (sorted(parts, key=lambda transfer: transfer.first_byte) for parts in transfers.values())
-    return list(chain.from_iterable(ordered)), load
-
-
-class _Senders:
-    """Who all has a piece, by rank; their loads at some time, as a heap; and how many ranks want bytes of it."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = ranks
-        self.num_wanting = 0
-        self.forget()
-
-    def forget(self) -> None:
-        """Take back all loads."""
-        self.loads = [(0, rank) for rank in self.ranks]
-
-
-@dataclass(frozen=True, slots=True)
-class _Missing:
-    """Bytes of a state that a rank lacks, and who all has them."""
-
-    state: str
-    target: int
-    part: ByteIntervals
-    size: int
-    senders: _Senders
-
-
-def _take_least_loaded(senders: list[tuple[int, int]], load: dict[int, int], count: int) -> list[tuple[int, int]]:
-    """Take the least loaded ranks from a heap, in which a rank's load may have grown since; return loads and ranks."""
-    found: list[tuple[int, int]] = []
-    while senders and len(found) < count:
-        known, rank = senders[0]
-        now = load[rank]
-        if known < now:  # it has sent something else in the meantime
-            heapreplace(senders, (now, rank))
-        else:
-            found.append(heappop(senders))
-    return found
-
-
-def _split(want: _Missing, load: dict[int, int], most: int) -> list[Transfer]:
-    """Split bytes over some least loaded holders such that their loads become as equal as can be, and add to them."""
-    left, senders, state, target = want.size, want.senders.loads, want.state, want.target
-    sources = _take_least_loaded(senders, load, min(most, -(-left // _MAX_WHOLE_BYTES)))
-    level, last = _fill_level([loaded for loaded, _ in sources], left), sources[-1][1]
-    intervals = iter(want.part)
-    start = end = 0
-    transfers: list[Transfer] = []
-    for loaded, source in sources:
-        to_send = left
-        if source != last:
-            share = -((loaded - level) // _PAGE_BYTES) * _PAGE_BYTES
-            to_send = 0 if share < 0 else share if share < left else left
-        left -= to_send
-        load[source] = loaded + to_send
-        heappush(senders, (loaded + to_send, source))
-        while to_send:
-            if start == end:
-                start, end = next(intervals)
-            cut = start + to_send
-            if cut > end:
-                cut = end
-            transfers.append(Transfer(state=state, source=source, target=target, first_byte=start, end_byte=cut))
-            to_send -= cut - start
-            start = cut
-    return transfers
-
-
-def _fill_level(loads: Sequence[int], amount: int) -> int:
-    """Return the level, rounded up, that the lowest of ``loads`` (ascending) reach when ``amount`` is poured in."""
-    return min([-(-(amount + total) // count) for count, total in enumerate(accumulate(loads), start=1)])
+    cuts = np.empty((int(np.minimum(most, -(-wants.sizes // _MAX_WHOLE_BYTES)).sum()) + len(wants.bounds) // 2, 4), int)
+    loads = np.zeros(wants.ranks.max() + 1, dtype=np.int64)
+    num_cuts = choose_senders(wants, order, most, loads, cuts, _PAGE_BYTES, _MAX_WHOLE_BYTES)
+    return cuts[:num_cuts], loads
 
 
 def _check_held(problem: PlanningProblem, num_ranks: int, held: Holdings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import aiohttp
 import msgspec
 import pytest
 
+from resilient.agent.journal.stimulus_log import read_stimuli
+from resilient.agent.membership.parts.events import NodeConnected
 from resilient.agent.network.conversation import Attached, Hello, decode_attached, decode_first_answer
 from resilient.agent.network.introductions import Introduce, Introduced
 from resilient.protocol.messages import Failed, FromWorker, Note, Ready, Shutdown, encode
@@ -141,3 +144,20 @@ def test_node_that_is_introduced_while_the_job_ends_is_told_that_and_not_refused
         assert served.events.empty()
 
     with_coordinator(tmp_path, scenario)
+
+
+def test_node_is_told_of_with_how_many_are_at_the_door_behind_it(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        waiting = [await served.open() for _ in range(2)]
+        host, port = served.coordinator.address.split(":")
+        _, stranger = await asyncio.open_connection(host, int(port))
+        await answer_to(served, HELLO)
+        stranger.close()
+        await waiting[0].close()
+        await waiting[1].send_bytes(encode(HELLO))
+        await waiting[1].receive_bytes()
+        assert [(await served.event("node_connected"))["node"] for _ in range(2)] == [0, 1]
+
+    with_coordinator(tmp_path, scenario)
+    _, told = read_stimuli(tmp_path / "stimuli.jsonl")
+    assert [each.num_behind for _, each in told if isinstance(each, NodeConnected)] == [3, 0]

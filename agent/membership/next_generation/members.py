@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from resilient.protocol.alike import Alike
@@ -22,6 +23,7 @@ class Member:
         is_guest: Somebody else than the launcher has started it.
         unchecked: What it has told of itself and is not held against the others yet.
         connected_at: When it introduced itself.
+        num_behind: So many others were at the door then.
         up_at: When all its workers were up.
         ready: Its workers that are up, by local rank.
         done: Its workers that have ended as they should.
@@ -39,6 +41,7 @@ class Member:
     is_guest: bool = False
     unchecked: Alike = field(default_factory=Alike)
     connected_at: float = 0.0
+    num_behind: int = 0
     up_at: float = 0.0
     ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
     done: set[int] = field(default_factory=set[int])
@@ -62,7 +65,7 @@ class Member:
         """Whether all its workers have ended."""
         return len(self.done) == self.num_workers
 
-    @property
+    @cached_property
     def workers(self) -> tuple[WorkerId, ...]:
         """All its workers."""
         return tuple((self.node, local_rank) for local_rank in range(self.num_workers))

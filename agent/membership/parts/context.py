@@ -165,10 +165,9 @@ class Context:
     def joining(self) -> list[int]:
         """Return those of the nodes that the next plan may use that the generation in force does not know."""
         if self.settings.most_nodes is None:
-            return available((member for member in self.members.values() if not member.admitted), None)
+            return available([member for member in self.members.values() if not member.admitted], None)
         return [node for node in self.available() if not self.members[node].admitted]
 
     def ready_workers(self) -> list[WorkerId]:
         """Return the workers of all nodes that can be given a place, in order."""
-        ready = (self.members[node] for node in sorted(self.members) if self.members[node].is_ready)
-        return [worker for member in ready for worker in member.workers]
+        return [worker for _, member in sorted(self.members.items()) if member.is_ready for worker in member.workers]

@@ -28,7 +28,7 @@ class NodeConnected:
     """A node agent introduced itself; the number is its own and was never used before.
 
     ``is_guest``: somebody else than the launcher has started it. ``known_by``: the digest of the key with which it
-    comes back.
+    comes back. ``num_behind``: others are at the door, who may be nodes as well.
     """
 
     node: int
@@ -39,6 +39,7 @@ class NodeConnected:
     alike: Alike = field(default_factory=Alike)
     is_guest: bool = False
     known_by: str = ""
+    num_behind: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,9 @@ class PlannedJob:
 
     def shared(self, message: Ready) -> Ready:
         """Return what a worker has said, such that equal jobs of a thousand workers are kept once."""
-        return msgspec.structs.replace(message, job=self.spec) if message.job == self.spec else message
+        if message.job is self.spec or message.job != self.spec:
+            return message
+        return msgspec.structs.replace(message, job=self.spec)
 
     def why_too_small(self, job: JobSpec) -> str:
         """Return why a worker's device cannot train what is planned for the first's; "" if it can."""

@@ -213,21 +213,15 @@ class Job:
     def say(self, worker: WorkerId, message: FromWorkerMessage) -> list[Instruction]:
         return self.feed(WorkerSaid(node=worker[0], local_rank=worker[1], message=message))
 
-    def connect(
-        self, domain: str = "", alike: Alike | None = None, *, is_guest: bool = False, pid: int | None = None
-    ) -> int:
+    def connect(self, domain: str = "", alike: Alike | None = None, *, pid: int | None = None, **told: Any) -> int:
         """Have a node connect; return its number. ``pid``: of its agent, which was another node before."""
         node = self.next_node
         self.next_node += 1
         num_workers = self.machine.settings.workers_per_node
         for local_rank in range(num_workers):
             self.workers[node, local_rank] = SimulatedWorker()
-        told, pid = alike or {}, node if pid is None else pid
-        self.feed(
-            NodeConnected(
-                node=node, host="h", pid=pid, num_workers=num_workers, domain=domain, alike=told, is_guest=is_guest
-            )
-        )
+        told |= {"pid": node if pid is None else pid, "domain": domain, "alike": alike or {}}
+        self.feed(NodeConnected(node=node, host="h", num_workers=num_workers, **told))
         return node
 
     def ready(self, node: int, spec: JobSpec | None = None) -> list[Instruction]:

@@ -74,7 +74,8 @@ class Node:
         self._said: list[tuple[int, FromWorkerMessage]] = []
         num_workers = world.job.shape.workers_per_node
         self.workers = [Worker(world, self, local_rank) for local_rank in range(num_workers)]
-        self.up.append(NodeConnected(node=number, host="host", pid=number, num_workers=num_workers))
+        connected = NodeConnected(node=number, host="host", pid=number, num_workers=num_workers, num_behind=number % 3)
+        self.up.append(connected)
 
     @property
     def is_hung(self) -> bool:
