@@ -18,8 +18,8 @@ _MOST_JOBS = 8
 """That are known at a time: of a run, there is one."""
 
 
-class _ReadyAhead(msgspec.Struct, tag=Ready.__name__):
-    """A :class:`Ready` whose job has not been read."""
+class _ReadyAhead(msgspec.Struct, tag=Ready.__name__, forbid_unknown_fields=True):
+    """A :class:`Ready` whose job has not been read; with anything else in it, it is read in the usual way."""
 
     job: msgspec.Raw
     store_address: str
@@ -27,7 +27,7 @@ class _ReadyAhead(msgspec.Struct, tag=Ready.__name__):
     device: str
 
 
-class _SaidAhead(msgspec.Struct, tag=FromWorker.__name__):
+class _SaidAhead(msgspec.Struct, tag=FromWorker.__name__, forbid_unknown_fields=True):
     local_rank: int
     message: _ReadyAhead
 

@@ -12,7 +12,8 @@ number of nodes at once; what a pipeline has no use for stands by.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from resilient.templates.composition.batch_split import (
     lone_lines_of_sizes,
 )
 from resilient.templates.template import TemplateSet
+
+if TYPE_CHECKING:  # it loads numba, and most processes that import the planner never compose
+    from resilient.templates.composition.knapsack import Composed
 
 
 def compose(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> tuple[int, ...]:
@@ -157,8 +161,13 @@ class _Knapsack:
         self._num_microbatches = num_microbatches
         self._min_pipelines = min_pipelines
         self._most_pipelines = min(num_microbatches, num_nodes // self._smallest)
-        bounds = self._most_pipelines, min_pipelines, num_nodes, num_microbatches
-        self._asked = *table, self._smallest, may_idle, *bounds
+
+    @cached_property
+    def _asked(self) -> Composed:
+        from resilient.templates.composition.knapsack import Composed
+
+        bounds = self._most_pipelines, self._min_pipelines, self._num_nodes, self._num_microbatches
+        return Composed(*self._lines, self._smallest, self._may_idle, *bounds)
 
     def best(self, most_ns: int | None = None) -> tuple[int, tuple[int, ...]] | None:
         """Return the least step time and its composition, descending; None if it is more than ``most_ns``."""
@@ -166,7 +175,7 @@ class _Knapsack:
             return None
         from resilient.templates.composition.knapsack import least_step
 
-        tau = least_step(*self._asked, self._longest if most_ns is None else most_ns)
+        tau = least_step(self._asked, self._longest if most_ns is None else most_ns)
         sizes = self._composition(tau)
         return tau, self._in_use(sizes, tau) if self._may_idle else sizes
 
@@ -189,7 +198,7 @@ class _Knapsack:
         """Return whether a composition gets through all microbatches in a time."""
         from resilient.templates.composition.knapsack import is_enough
 
-        return is_enough(*self._asked, tau_ns)
+        return is_enough(self._asked, tau_ns)
 
     def _capacity(self, tau_ns: int) -> Ints:
         """Return what a pipeline of each number of nodes, from 0 on, gets through."""

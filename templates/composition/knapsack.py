@@ -11,6 +11,8 @@ and faster algorithms for Integer Programming using the Steinitz Lemma" (SODA'18
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
@@ -20,44 +22,8 @@ IMPOSSIBLE = -(2**61)
 """The worth of what there is not."""
 
 
-@compiled
-def least_step(
-    fill: Ints,
-    slowest: Ints,
-    round_size: Ints,
-    smallest: int,
-    may_idle: bool,
-    most: int,
-    least: int,
-    num_nodes: int,
-    num_microbatches: int,
-    high: int,
-) -> int:
-    """Return the least time, up to ``high``, in which pipelines get through all microbatches; see :func:`is_enough`."""
-    low = 0
-    while low < high:
-        middle = (low + high) // 2
-        if is_enough(fill, slowest, round_size, smallest, may_idle, most, least, num_nodes, num_microbatches, middle):
-            high = max(low, int((fill + (middle - fill) // slowest * slowest).max()))
-        else:
-            low = int((fill + ((middle - fill) // slowest + 1) * slowest).min())
-    return low
-
-
-@compiled
-def is_enough(
-    fill: Ints,
-    slowest: Ints,
-    round_size: Ints,
-    smallest: int,
-    may_idle: bool,
-    most: int,
-    least: int,
-    num_nodes: int,
-    num_microbatches: int,
-    tau_ns: int,
-) -> bool:
-    """Return whether pipelines get through all microbatches in a time.
+class Composed(NamedTuple):
+    """Pipelines that a number of nodes is to make up.
 
     Args:
         fill: Of the lines (:mod:`.batch_split`) of a pipeline of each size. [sizes, lines]
@@ -69,8 +35,36 @@ def is_enough(
         least: The fewest.
         num_nodes: Of all of them together.
         num_microbatches: Of all of them together.
-        tau_ns: The time.
     """
+
+    fill: Ints
+    slowest: Ints
+    round_size: Ints
+    smallest: int
+    may_idle: bool
+    most: int
+    least: int
+    num_nodes: int
+    num_microbatches: int
+
+
+@compiled
+def least_step(asked: Composed, high: int) -> int:
+    """Return the least time, up to ``high``, in which the best pipelines get through all microbatches."""
+    fill, slowest, low = asked.fill, asked.slowest, 0
+    while low < high:
+        middle = (low + high) // 2
+        if is_enough(asked, middle):
+            high = max(low, int((fill + (middle - fill) // slowest * slowest).max()))
+        else:
+            low = int((fill + ((middle - fill) // slowest + 1) * slowest).min())
+    return low
+
+
+@compiled
+def is_enough(asked: Composed, tau_ns: int) -> bool:
+    """Return whether the best pipelines get through all microbatches in a time."""
+    fill, slowest, round_size, smallest, may_idle, most, least, num_nodes, num_microbatches = asked
     each = np.full(smallest + len(fill), IMPOSSIBLE)
     at_most = 0
     for row in range(len(fill)):

@@ -96,6 +96,12 @@ def test_of_more_nodes_than_help_as_many_are_in_use_as_do_no_harm() -> None:
     assert compositions(equal, 7, 3, 2) == ((3, 2, 2), (2, 2, 2))
 
 
+def test_a_lone_pipeline_takes_the_layout_that_suits_it() -> None:
+    """Another node would be a pipeline by itself, which is slow."""
+    templates = template_set([template(10)], [template(4, num_nodes=2), template(20, num_nodes=2)])
+    assert compositions(templates, 3, 2, 1) == ((2, 1), (2,))
+
+
 def test_nodes_that_no_pipeline_has_a_place_for_count_as_standing_by() -> None:
     """Pipelines of three are fast; a seventh node would have to be one by itself, which is not done in that time."""
     templates = template_set(template(100), template(100, num_nodes=2), template(10, num_nodes=3))

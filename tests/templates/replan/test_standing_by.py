@@ -113,6 +113,30 @@ def test_no_use_of_some_of_the_nodes_is_faster_than_the_plan(data: st.DataObject
             assert candidate.step_ms * 1e6 == pytest.approx(planned_step_ns(candidate.plan, slow))
 
 
+@pytest.mark.parametrize(
+    ("layers_ms", "num_microbatches", "slow", "step_ms"),
+    [
+        ((5.0, 2.0, 1.0, 5.0, 2.0, 5.0), 4, {0: 3.0, 7: 1.5, 5: 2.0, 3: 2.0, 6: 1.25}, 32.0),
+        ((2.0, 1.0, 1.0, 5.0, 5.0, 5.0), 3, {3: 3.0, 6: 1.5, 4: 10.0, 0: 2.0, 2: 1.25}, 28.0),
+    ],
+)
+def test_some_slow_nodes_stand_by_where_it_would_be_slower_without_all_of_them(
+    layers_ms: tuple[float, ...], num_microbatches: int, slow: dict[int, float], step_ms: float
+) -> None:
+    problem = PlanningProblem(
+        profile=profile([*layers_ms]),
+        num_microbatches=num_microbatches,
+        max_failures=1,
+        min_pipeline_nodes=2,
+        failure_interval_s=NEVER_S,
+    )
+    best = next(replan_candidates(problem, first_plan(problem, range(8)), range(8), slowdowns=slow))
+    assert best.step_ms == step_ms
+    left_out = set(range(8)) - {*best.plan.nodes}
+    assert left_out
+    assert left_out < {*slow}
+
+
 def sixteen() -> PlanningProblem:
     """The job of `resilient plan --model llama3-8b --nodes 16 --device a100-80gb --max-failures 1`."""
     return PlanningProblem(
