@@ -40,6 +40,13 @@ class Deferred:
     pieces: Sequence[_Piece] = ()
     outputs: Sequence[Tensor] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """What the gradients take that wait for it."""
+        waiting = [gradient for piece in self.pieces for gradient in piece.gradients if gradient is not None]
+        storages = [gradient.untyped_storage() for gradient in waiting]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     def accumulate(self) -> None:
         """Add to the parameters' gradients; called once."""
         for piece in self.pieces:

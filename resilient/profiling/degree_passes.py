@@ -32,11 +32,13 @@ class DeviceCosts:
     Args:
         activation_bytes: Of each microbatch, as of :class:`resilient.profiling.layer_passes.PassSeen`.
         workspace_bytes: Of each, the most that is in use at a time beside them.
+        deferred_bytes: Of each, as of :class:`resilient.profiling.layer_passes.PassSeen`.
         times: Of each microbatch, with the exchanges.
     """
 
     activation_bytes: Sequence[int]
     workspace_bytes: Sequence[int]
+    deferred_bytes: Sequence[int]
     times: Sequence[PassTimes]
 
 
@@ -101,8 +103,12 @@ class DegreePasses:
         workspace_bytes = [one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True)]
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         take_times(passes, seen, times, with_exchanges, trainable=trainable)
-        kept = [each.activation_bytes for each in seen]
-        return DeviceCosts(activation_bytes=kept, workspace_bytes=workspace_bytes, times=times)
+        return DeviceCosts(
+            activation_bytes=[each.activation_bytes for each in seen],
+            workspace_bytes=workspace_bytes,
+            deferred_bytes=[each.deferred_bytes for each in seen],
+            times=times,
+        )
 
     def _state(self, name: str) -> LayerState:
         job, layout = self._job, self._layouts[name]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from resilient.emulation.device import DEVICE
 from resilient.models.layer import Activations, Batch, LayerSpec, Model, initialize_layer
 from resilient.models.summed_loss import loss_behind
+from resilient.pipeline.backward_split import Deferred, differentiate_inputs
 from resilient.profiling.allocations import most_allocated
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
@@ -41,6 +42,7 @@ class PassSeen:
         activation_bytes: Kept from forward to backward, with what entered and what is kept of the microbatch, but
             without what is handed on: that is the next layer's.
         own_bytes: Of these what the layer made itself.
+        deferred_bytes: Gradients that wait for the second part of a split backward, where that has a first one.
         input_bytes: Of what enters.
         input_gradient: Some tensor that enters wants a gradient, though the layer may do no more than hand it on: an
             encoder does so with the features of the encoders before it.
@@ -49,6 +51,7 @@ class PassSeen:
 
     activation_bytes: int
     own_bytes: int
+    deferred_bytes: int
     input_bytes: int
     input_gradient: bool
     differentiates: bool
@@ -184,12 +187,14 @@ class LayerPass:
         wanted = {_address(tensor) for tensor in self._received.values() if tensor.requires_grad}
         own = sum(kept[each] for each in kept.keys() - parameters - handed_on - read.keys() - entered.keys())
         entered_bytes = sum(entered[each] for each in (kept.keys() & entered.keys() | wanted) - handed_on)
+        found, deferred = self._split_backward()
         seen = PassSeen(
             activation_bytes=own + entered_bytes + sum(read[each] for each in kept.keys() & read.keys()),
             own_bytes=own,
+            deferred_bytes=deferred.num_bytes if found else 0,
             input_bytes=sum(map(_num_bytes, self._received.values())),
             input_gradient=any(tensor.requires_grad for tensor in self._received.values()),
-            differentiates=any(gradient is not None for gradient in self._input_gradients()),
+            differentiates=any(gradient is not None for gradient in found),
         )
         self._let_go()
         return seen
@@ -244,6 +249,12 @@ class LayerPass:
 
     def _backward(self) -> None:
         torch.autograd.backward(self._ends, [torch.ones_like(tensor) for tensor in self._ends])
+
+    def _split_backward(self) -> tuple[Sequence[Tensor | None], Deferred]:
+        wanted = [tensor for tensor in self._received.values() if tensor.requires_grad]
+        ones = [torch.ones_like(tensor) for tensor in self._ends]
+        parameters = [each for each in self._module.parameters() if each.requires_grad]
+        return differentiate_inputs(self._ends, ones, wanted, parameters)
 
     def _input_gradients(self) -> Sequence[Tensor | None]:
         wanted = [tensor for tensor in self._received.values() if tensor.requires_grad]

@@ -43,7 +43,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 8
+PROFILER_VERSION = 9
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -191,6 +191,7 @@ def _measure_layer(
     alone = DeviceCosts(
         activation_bytes=[each.activation_bytes for each in seen],
         workspace_bytes=kind.workspace_bytes,
+        deferred_bytes=[each.deferred_bytes for each in seen],
         times=kind.times,
     )
     costs = (alone, *(each.advance(index, key) for each in divided))
@@ -239,6 +240,7 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
             backward_weight_ms=backward_ms - backward_input_ms,
             activation_bytes=max(of.activation_bytes),
             workspace_bytes=max(of.workspace_bytes),
+            deferred_bytes=max(of.deferred_bytes),
         )
 
     parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)

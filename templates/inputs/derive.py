@@ -15,6 +15,8 @@ without sequence parallelism; attention by a kernel of FlashAttention's kind, wh
   masks, on all devices; queries, keys, values, attention's output, its log-sum-exp (4 a head) and the inner values of
   the feed-forward (before and after GELU 4 f, SwiGLU's four 8 f) divided by d. For GPT that is s b h (10 + 24 / d) of
   Korthikanti et al., and the log-sum-exp. The head keeps its norm's and its matrix's inputs, and the logits in fp32.
+- *Deferred where a backward is split*, bytes per token: the gradients of what norms and matrices give. In a block 8 h
+  on all devices, and 2 for each query, key, value and inner value of the feed-forward's first matrices divided by d.
 - *State*, bytes per parameter: see the constants of :mod:`~resilient.templates.inputs.layer_work`.
 
 Not in it: the optimizer's own time, recomputation (the planner adds it where it is used), and imbalance of devices.
@@ -142,4 +144,5 @@ def _cost(work: LayerWork, device: Device, degree: int) -> LayerCost:
         backward_weight_ms=products_ms(matrix_flops, 2 * GRADIENT_BYTES * work.matrix)
         + work.lookup_bytes / bytes_per_ms,
         activation_bytes=work.kept_bytes + math.ceil(work.sharded_kept_bytes / degree),
+        deferred_bytes=work.deferred_bytes + math.ceil(work.sharded_deferred_bytes / degree),
     )

@@ -39,6 +39,8 @@ class LayerWork:
         lookup_bytes: Memory traffic of a lookup table's gradient.
         kept_bytes: Activations kept for the backward, the same on all devices.
         sharded_kept_bytes: The same, divided over the devices.
+        deferred_bytes: Gradients of what matrices and norms give, the same on all devices.
+        sharded_deferred_bytes: The same, divided over the devices.
         reduce_bytes: Of one sum over the devices.
         forward_reduces: Sums in the forward.
         backward_reduces: Sums in the backward for inputs.
@@ -56,6 +58,8 @@ class LayerWork:
     lookup_bytes: int = 0
     kept_bytes: int = 0
     sharded_kept_bytes: int = 0
+    deferred_bytes: int = 0
+    sharded_deferred_bytes: int = 0
     reduce_bytes: int = 0
     forward_reduces: int = 0
     backward_reduces: int = 0
@@ -137,6 +141,8 @@ def block_works(unit: str, blocks: Blocks, microbatch: int, seq_len: int) -> Ite
             sharded_traffic_bytes=tokens * (activation + rotation),
             kept_bytes=tokens * (8 + 2 * blocks.dropout) * hidden,
             sharded_kept_bytes=tokens * (2 * (2 * queries + 2 * keys) + 4 * blocks.num_heads + inner),
+            deferred_bytes=tokens * 8 * hidden,
+            sharded_deferred_bytes=tokens * 2 * (queries + 2 * keys + (2 if blocks.gated else 1) * ffn),
             reduce_bytes=2 * tokens * hidden,
             forward_reduces=2,
             backward_reduces=2,
@@ -164,6 +170,8 @@ def projector_work(unit: str, widths: tuple[int, ...], tokens: int, *, norm: int
         sharded_traffic_bytes=tokens * 4 * sum(inner),
         kept_bytes=tokens * 4 * entering,
         sharded_kept_bytes=tokens * 4 * sum(inner),
+        deferred_bytes=tokens * 2 * (entering + leaving),
+        sharded_deferred_bytes=tokens * 2 * sum(inner),
         reduce_bytes=2 * tokens * leaving,
         forward_reduces=1,
         backward_reduces=1,
@@ -186,6 +194,7 @@ def embed_work(known: KnownModel, microbatch: int, seq_len: int) -> LayerWork:
         traffic_bytes=tokens * (4 if blocks.rotary else 6) * hidden + 4 * tokens * hidden * masked,
         lookup_bytes=tokens * (2 + 2 * GRADIENT_BYTES) * hidden,
         kept_bytes=8 * tokens + tokens * hidden * blocks.dropout + 2 * tokens * hidden * masked,
+        deferred_bytes=2 * tokens * hidden,
         reduce_bytes=2 * tokens * hidden,
         forward_reduces=1,
         input_bytes=8 * tokens + 2 * features,
@@ -208,6 +217,8 @@ def head_work(known: KnownModel, microbatch: int, seq_len: int) -> LayerWork:
         sharded_traffic_bytes=tokens * 8 * vocabulary,
         kept_bytes=tokens * (4 + 4 * masked) * hidden,
         sharded_kept_bytes=tokens * 4 * vocabulary,
+        deferred_bytes=tokens * (2 + 4 * masked) * hidden,
+        sharded_deferred_bytes=tokens * 2 * vocabulary,
         reduce_bytes=2 * tokens * hidden,
         backward_reduces=1,
         input_bytes=2 * tokens * hidden,

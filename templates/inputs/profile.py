@@ -34,6 +34,8 @@ class LayerCost:
         activation_bytes: What the forward keeps for the backward, on each device: with what entered, without what is
             handed on.
         workspace_bytes: The most that a forward or a backward uses at a time beside that; what is not known is 0.
+        deferred_bytes: Gradients that wait where parameters are used, from a backward for the input until the one for
+            the parameters, where a schedule runs them apart; what is not known is 0.
     """
 
     forward_ms: float
@@ -41,6 +43,7 @@ class LayerCost:
     backward_weight_ms: float = 0.0
     activation_bytes: int = 0
     workspace_bytes: int = 0
+    deferred_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not (  # made by the hundred whenever a node joins
@@ -49,6 +52,7 @@ class LayerCost:
             and 0 <= self.backward_weight_ms < inf
             and self.activation_bytes >= 0
             and self.workspace_bytes >= 0
+            and self.deferred_bytes >= 0
         ):
             raise ValueError(f"costs of a layer must be >= 0 and finite, got {self}; profile the layer again")
 
@@ -196,7 +200,7 @@ class ModelProfile:
                     f"got {len(layer.costs)}; profile the layer again"
                 )
             num_bytes += layer.state_bytes + layer.gradient_bytes + layer.input_bytes
-            num_bytes += max(cost.activation_bytes + cost.workspace_bytes for cost in layer.costs)
+            num_bytes += max(cost.activation_bytes + cost.workspace_bytes + cost.deferred_bytes for cost in layer.costs)
             for owner in layer.shares:
                 if owner not in names:
                     raise ValueError(
@@ -253,6 +257,7 @@ class ModelProfile:
             trainable = layer.trainable and layer.name not in names
             if not trainable:
                 layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=(), rows=())
+                layer = replace(layer, costs=tuple(replace(cost, deferred_bytes=0) for cost in layer.costs))
             if not trainable and not trained_before:
                 layer = replace(layer, costs=tuple(replace(cost, activation_bytes=0) for cost in layer.costs))
             layers.append(replace(layer, input_gradient=trained_before))

@@ -97,6 +97,29 @@ def most_in_flight(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> 
     raise ValueError(f"kind must train with one stage per row, got {kind.value}; its memory is not counted here")
 
 
+def most_deferred(kind: ScheduleKind, num_rows: int, num_chunks: int, num_microbatches: int) -> Ints:
+    """Return of how many microbatches gradients wait at most, between the parts of a split backward. [rows, chunks]
+
+    Those of one where a backward for weights follows its other half. Of several stages in a row not all have theirs at
+    the same time.
+
+    Args:
+        kind: One that trains.
+        num_rows: Rows of the pipeline.
+        num_chunks: Stages of each.
+        num_microbatches: The most that it can get.
+    """
+    row, chunk = np.arange(num_rows)[:, None], np.arange(num_chunks)
+    most = {
+        ScheduleKind.SPLIT: 1,
+        ScheduleKind.ZB_H1: row + 1,
+        ScheduleKind.ZB_H2: 2 * row + 1,
+        ScheduleKind.INTERLEAVED_ZB: row + 1,
+        ScheduleKind.ZB_V: np.maximum(1, row + 1 - chunk),
+    }.get(kind, 0)
+    return np.broadcast_to(np.minimum(most, num_microbatches), (num_rows, num_chunks))
+
+
 def chunks_in_flight(kind: ScheduleKind, num_rows: int, num_chunks: int, num_microbatches: int) -> Ints:
     """Return how many microbatches of each chunk of each row are in flight at most. [rows, chunks]
 

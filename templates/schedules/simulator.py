@@ -48,6 +48,7 @@ class ActionCosts:
             differentiated from the last to the first, so a state's gradient is final before the end of its stage's last
             backward by as much as the states with lower indices take: then its sum starts.
         activation_bytes: What a cell keeps on a stage from its forward to the end of its backward, where it has one.
+        deferred_bytes: What it keeps besides between the two parts of a backward.
     """
 
     forward_ms: Values
@@ -60,6 +61,7 @@ class ActionCosts:
     reduce_ms: Mapping[int, float] = field(default_factory=dict[int, float])
     layer_backward_ms: Mapping[int, float] = field(default_factory=dict[int, float])
     activation_bytes: Values = 0
+    deferred_bytes: Values = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class Timeline:
         start_ns: Per action of ``schedule.codes``. A send lasts while it occupies the link, a receive while the worker
             waits for it, a REDUCE while the sum is under way.
         end_ns: Likewise.
-        peak_bytes: Per row, the most that activations take at once.
+        peak_bytes: Per row, the most that activations take at once, with what waits for backwards for weights.
     """
 
     schedule: Schedule
@@ -154,6 +156,7 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
             latency=_table("latency_ms", costs.latency_ms, borders, None, _NS),
             transfer=_table("transfer_ms", costs.transfer_ms, borders, on_borders, _NS),
             held=_table("activation_bytes", costs.activation_bytes, stages, on_stages, 1),
+            deferred=_table("deferred_bytes", costs.deferred_bytes, stages, on_stages, 1),
             flow_latency=_whole("flow_latency_ms", costs.flow_latency_ms, flows, _NS),
             flow_transfer=_whole("flow_transfer_ms", costs.flow_transfer_ms, flows, _NS),
         ),

@@ -26,6 +26,7 @@ class StepCosts(NamedTuple):
     latency: Ints
     transfer: Ints
     held: Ints
+    deferred: Ints
     flow_latency: Ints
     flow_transfer: Ints
 
@@ -81,6 +82,11 @@ def run_timed(
                         clock += costs.weights[stage, index, part]
                     if op != _BACKWARD_INPUT or graph.backward_of[stage] == _INPUTS:
                         in_use[row] -= costs.held[stage, index, part]
+                    if op == _BACKWARD_WEIGHT:
+                        in_use[row] -= costs.deferred[stage, index, part]
+                    elif op == _BACKWARD_INPUT and graph.backward_of[stage] != _INPUTS:
+                        in_use[row] += costs.deferred[stage, index, part]
+                        peaks[row] = max(peaks[row], in_use[row])
                 end = clock
                 if op in (_SEND_F, _SEND_B):
                     way = int(op == _SEND_B)

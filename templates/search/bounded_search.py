@@ -4,9 +4,10 @@ A dynamic program over (devices left, layers left), from the end of the pipeline
 multiples of a node's devices, for every number of nodes. States that no template under the bound can pass are left out:
 the devices before must be able to reach the layer, those after to finish. Near the best bound few are left.
 
-How many microbatches a stage must hold depends on the number of stages after it. So a state has alternatives: fewer
-stages, or a shorter sum. Often they need not be told apart: the search first takes the fewest stages that the devices
-left allow, which cannot cost more than any template, and is done if what it finds holds its own microbatches.
+How many microbatches a stage must hold depends on the number of stages after it: it is more the more these are, or
+where gradients wait between the halves of backwards, less. So a state has alternatives: another number of stages, or a
+shorter sum. Often they need not be told apart: the search first takes the number with which least is held, of all that
+the devices left allow, which cannot cost more than any template, and is done if what it finds holds what it has.
 
 Ties: of the least sums the fewest stages; of those, stage by stage from the first, the one that takes longest, then the
 one with the most layers, then the fewest devices. 1F1B hides waiting best where slow stages come early.
@@ -67,8 +68,13 @@ class BoundedSearch:
             self._labels = _sums(tables, self._reach, band)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether templates with :attr:`least` hold what they have in flight, of as many stages as that is of."""
+        return bool((self._tables.lightest == self._tables.fewest).all())
+
+    @property
     def least(self) -> int:
-        """The label of the best template, where no more is in flight than the fewest stages would have."""
+        """The label of the best template, where no more is in flight than the lightest stages would have."""
         return NEVER if self._none else int(self._labels[self._whole])
 
     def fewest(self) -> int:
@@ -78,7 +84,10 @@ class BoundedSearch:
         return int(_sums(timeless, self._reach, self._band)[self._whole])
 
     def labels(self) -> list[int]:
-        """Return the labels of templates, where there are any: those with a shorter sum than all of fewer stages."""
+        """Return the labels of templates, where there are any, by number of stages.
+
+        At least those with a shorter sum than all of fewer stages.
+        """
         start, labels = self._by_stages
         return labels[start[self._whole] : start[self._whole + 1]].tolist()
 
@@ -123,26 +132,31 @@ def _reach(tables: Tables, bound: int) -> CostTable:
 
 @compiled
 def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
-    """Return, by devices left, what of a template under the bound can be there. [devices + 1, 3]
+    """Return, by devices left, what of a template under the bound can be there. [devices + 1, 4]
 
-    The first layer, the last layer, and the fewest stages from there on. Messages are not counted, so that a later
+    The first layer, the last layer, the fewest stages from there on, and the number of them with which a stage before
+    holds least. Messages are not counted, and a stage holds no more than one that begins earlier may, so that a later
     start always allows a later end.
     """
-    sums, ends, devices, counts = tables.sums, tables.ends, tables.devices, tables.fewest
+    sums, devices, counts, lightest = tables.sums, tables.devices, tables.fewest, tables.lightest
     num_layers, size = sums.shape[3] - 1, len(counts) - 1
-    band = np.empty((num_devices + 1, 3), dtype=np.int64)
+    fitting = tables.ends[1].copy()
+    for i in range(1, num_layers):
+        fitting[:, i] = np.maximum(fitting[:, i], fitting[:, i - 1])
+    band = np.empty((num_devices + 1, 4), dtype=np.int64)
     for e in range(num_devices + 1):
         band[e, 0] = num_layers + 1
         band[e, 1] = -1
         band[e, 2] = e // size * counts[size] + counts[e % size]
+        band[e, 3] = min(e // size * lightest[size] + lightest[e % size], num_layers - 1)
     band[num_devices, 1] = 0
     for e in range(num_devices, 0, -1):
         for q in range(len(devices)):
             rest = e - devices[q]
             if devices[q] <= (e - 1) % size + 1 and band[e, 1] >= 0 and band[rest, 2] < num_layers:
                 i = j = min(band[e, 1], num_layers - 1)
-                fitting = ends[1, q, i, band[rest, 2] + 1]
-                while j < fitting and sums[0, 0, q, j + 1] <= sums[0, 0, q, i] + bound:
+                farthest = fitting[q, i, band[rest, 3] + 1]
+                while j < farthest and sums[0, 0, q, j + 1] <= sums[0, 0, q, i] + bound:
                     j += 1
                 band[rest, 1] = max(band[rest, 1], j)
     band[0, 0] = num_layers
@@ -152,7 +166,7 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
             if devices[q] <= (e - 1) % size + 1 and band[rest, 0] <= num_layers and band[rest, 2] < num_layers:
                 i = j = band[rest, 0]
                 while i > 0 and sums[0, 0, q, i - 1] >= sums[0, 0, q, j] - bound:
-                    if ends[1, q, i - 1, band[rest, 2] + 1] < j:
+                    if fitting[q, i - 1, band[rest, 3] + 1] < j:
                         break
                     i -= 1
                 band[e, 0] = min(band[e, 0], i)
@@ -166,7 +180,8 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
 def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
     """Return the label of each state, ``devices left * (L + 1) + layer``, with its least sum.
 
-    No more is in flight than the fewest stages for the devices left. States outside the band have no label.
+    No more is in flight than where the stages for the devices left are the lightest. States outside the band have no
+    label.
     """
     sums, send, ends, devices = tables.sums, tables.send, tables.ends, tables.devices
     next_backward = tables.next_backward
@@ -181,7 +196,7 @@ def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
             if devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                 continue
             after = labels[rest * (num_layers + 1) : (rest + 1) * (num_layers + 1)]
-            kept, fitting = ends[0, q, :, band[rest, 2] + 1], ends[1, q, :, band[rest, 2] + 1]
+            kept, fitting = ends[0, q, :, band[rest, 3] + 1], ends[1, q, :, band[rest, 3] + 1]
             earliest, latest = band[rest, 0], band[rest, 1]
             for again in range(2):
                 before, until, farthest = sums[again, 0, q], sums[again, first, q], reach[again, into, q]
@@ -203,14 +218,15 @@ def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
 def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[CostTable, CostTable]:
     """Return the labels of all states: by number of stages, those with a shorter sum than any with fewer stages.
 
-    State k has ``labels[start[k] : start[k + 1]]``. A stage has in flight what its number of stages says.
+    State k has ``labels[start[k] : start[k + 1]]``. A stage has in flight what its number of stages says. Where stages
+    before hold less the more there are, each number of stages has its label.
     """
     sums, send, ends, devices = tables.sums, tables.send, tables.ends, tables.devices
     next_backward = tables.next_backward
     num_layers, num_devices, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
     start = np.zeros((num_devices + 1) * (num_layers + 1) + 1, dtype=np.int64)
     labels = np.zeros(len(start), dtype=np.int64)
-    least = np.full(num_layers + 1, NEVER)
+    least, all_numbers = np.full(num_layers + 1, NEVER), (tables.lightest != tables.fewest).any()
     start[num_layers + 1] = count = 1
     for e in range(1, num_devices + 1):
         into, first = int(e % size == 0), int(e == num_devices)
@@ -221,14 +237,14 @@ def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[
                 outside = i < band[e, 0] or i > band[e, 1]
                 if outside or devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                     continue
-                end = min(reach[0, into, q, i], min(ends[1, q, i, band[rest, 2] + 1], band[rest, 1]))
+                end = min(reach[0, into, q, i], min(ends[1, q, i, band[rest, 3] + 1], band[rest, 1]))
                 for j in range(max(i + 1, band[rest, 0]), end + 1):
                     state = rest * (num_layers + 1) + j
                     for k in range(start[state], start[state + 1]):
                         stages = (labels[k] & COUNT) + 1
                         again = int(j > max(ends[0, q, i, stages], next_backward[i]))
                         if j > min(ends[1, q, i, stages], reach[again, into, q, i]):
-                            break
+                            continue
                         total = labels[k] + sums[again, first, q, j] - sums[again, 0, q, i] + send[into, q, i] + 1
                         least[stages] = min(least[stages], total)
                         most = max(most, stages)
@@ -237,12 +253,13 @@ def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[
                 labels = np.empty(2 * len(shorter) + most, dtype=np.int64)
                 for k in range(count):
                     labels[k] = shorter[k]
-            shortest = NEVER
+            shortest = NEVER >> STAGE_BITS
             for stages in range(1, most + 1):
                 if least[stages] >> STAGE_BITS < shortest:
-                    shortest = least[stages] >> STAGE_BITS
                     labels[count] = least[stages]
                     count += 1
+                    if not all_numbers:
+                        shortest = least[stages] >> STAGE_BITS
                 least[stages] = NEVER
             start[e * (num_layers + 1) + i + 1] = count
     return start, labels
@@ -279,7 +296,7 @@ def _stages(
             rest = e - devices[q]
             if devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                 continue
-            in_flight = label & COUNT if by_stages else band[rest, 2] + 1
+            in_flight = label & COUNT if by_stages else band[rest, 3] + 1
             for j in range(max(i + 1, band[rest, 0]), min(ends[1, q, i, in_flight], band[rest, 1]) + 1):
                 again = int(j > max(ends[0, q, i, in_flight], next_backward[i]))
                 if j > reach[again, into, q, i]:

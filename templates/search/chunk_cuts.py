@@ -26,6 +26,7 @@ class Room(NamedTuple):
 
     Args:
         in_flight: Microbatches that the rows keep of each chunk. [chunks, rows]
+        deferred: Those of them that are between the two parts of their backward. [chunks, rows]
         source: Where messages before the rows' stages come from, as the first dimension of the costs' ``send``.
             [chunks, rows]
         others: What the rows' other stages take: time with activations kept and with checkpoints, in nanoseconds, and
@@ -36,6 +37,7 @@ class Room(NamedTuple):
     """
 
     in_flight: Ints
+    deferred: Ints
     source: Ints
     others: Ints
     time: int
@@ -44,26 +46,30 @@ class Room(NamedTuple):
 
 
 @compiled
-def stage_cost(costs: SingleDeviceCosts, in_flight: int, source: int, i: int, j: int) -> tuple[int, int, int, int]:
+def stage_cost(
+    costs: SingleDeviceCosts, in_flight: int, deferred: int, source: int, i: int, j: int
+) -> tuple[int, int, int, int]:
     """Return time with activations kept and with checkpoints, and the bytes of both, of layers ``i .. j - 1``.
 
     Args:
         costs: Of layers.
         in_flight: Microbatches that the stage keeps.
+        deferred: Those of them that are between the two parts of their backward.
         source: Where its messages come from, as the first dimension of the costs' ``send``.
         i: First layer.
         j: One past the last one.
     """
     plain = costs.work[j] - costs.work[i] + costs.send[source, i]
     again = plain + (costs.forward[j] - costs.forward[i] if costs.next_backward[i] < j else 0)
-    kept = costs.held[i, j] + in_flight * costs.kept[i, j] + costs.workspace[i, j]
+    kept = costs.held[i, j] + in_flight * costs.kept[i, j] + deferred * costs.deferred[i, j] + costs.workspace[i, j]
     inputs = costs.held[i, j] + in_flight * costs.inputs[i, j] + costs.largest[i, j]
     return plain, again, kept, inputs
 
 
 @compiled
 def _room_cost(costs: SingleDeviceCosts, room: Room, row: int, chunk: int, i: int, j: int) -> tuple[int, int, int, int]:
-    return stage_cost(costs, room.in_flight[chunk, row], room.source[chunk, row], i, j)
+    in_flight, deferred, source = room.in_flight[chunk, row], room.deferred[chunk, row], room.source[chunk, row]
+    return stage_cost(costs, in_flight, deferred, source, i, j)
 
 
 @compiled

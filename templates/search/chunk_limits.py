@@ -40,22 +40,26 @@ class ChunkCuts:
     Args:
         costs: Of stages.
         in_flight: Microbatches that the rows keep of each chunk. [rows, chunks]
+        deferred: Those of them that are between the two parts of their backward. [rows, chunks]
         row_of: The row of each stage. [stages]
         source: Where the messages before each stage come from, as the first dimension of the costs' ``send``. [stages]
 
     Attributes:
         kept: Microbatches that each stage keeps. [stages]
+        deferred: Those of them that are between the two parts of their backward. [stages]
         stage_at: The stages of chunks and rows. [chunks, rows]
         is_short: Whether the model has so few layers that looks at limits take no time.
         leads_back: Whether the second chunk leads back up the rows.
     """
 
-    def __init__(self, costs: SingleDeviceCosts, in_flight: ChunkTable, row_of: Ints, source: Ints) -> None:
+    def __init__(
+        self, costs: SingleDeviceCosts, in_flight: ChunkTable, deferred: ChunkTable, row_of: Ints, source: Ints
+    ) -> None:
         self.costs = costs
         self.num_rows, self.num_chunks = in_flight.shape
         self.row_of, self.source = row_of, source
         chunk_of = np.arange(len(row_of)) // self.num_rows
-        self.kept = in_flight[row_of, chunk_of]
+        self.kept, self.deferred = in_flight[row_of, chunk_of], deferred[row_of, chunk_of]
         self.stage_at = np.empty((self.num_chunks, self.num_rows), dtype=np.int64)
         self.stage_at[chunk_of, row_of] = np.arange(len(row_of))
         self.is_short = len(costs.work) <= _SHORT
@@ -116,7 +120,8 @@ class ChunkCuts:
         stages, at = self.stages(bounds)[self.stage_at], self.stage_at[chunks.start : chunks.stop, rows]
         stages[chunks.start : chunks.stop] = 0
         first_end = limits[2] if chunks.start == 0 else UNLIMITED
-        return Room(self.kept[at], self.source[at], stages.sum(axis=0)[rows], limits[0], limits[1], first_end)
+        others = stages.sum(axis=0)[rows]
+        return Room(self.kept[at], self.deferred[at], self.source[at], others, limits[0], limits[1], first_end)
 
     def stages(self, bounds: ChunkTable) -> Ints:
         """Return time with activations kept and with checkpoints, and bytes of both. [stages, 4]"""
@@ -125,6 +130,7 @@ class ChunkCuts:
         again = plain + (costs.forward[end] - costs.forward[first]) * (costs.next_backward[first] < end)
         held = costs.held[first, end]
         kept = held + self.kept * costs.kept[first, end] + costs.workspace[first, end]
+        kept += self.deferred * costs.deferred[first, end]
         inputs = held + self.kept * costs.inputs[first, end] + costs.largest[first, end]
         return np.stack([plain, again, kept, inputs], axis=-1)
 

@@ -28,6 +28,7 @@ class Rows(NamedTuple):
 
     Args:
         in_flight: Microbatches that the stages keep. [stages]
+        deferred: Those of them that are between the two parts of their backward. [stages]
         source: Where messages before them come from, as the first dimension of the costs' ``send``. [stages]
         stages: The stages of each row. [rows, chunks]
         memory: Most bytes of a row.
@@ -36,6 +37,7 @@ class Rows(NamedTuple):
     """
 
     in_flight: Ints
+    deferred: Ints
     source: Ints
     stages: Ints
     memory: int
@@ -92,7 +94,7 @@ def _rate_near(costs: SingleDeviceCosts, rows: Rows, bounds: Ints, near: Ints) -
                 j = bounds[stage + 1] + end - _FARTHEST
                 if i < 0 or j <= i or j > num_layers:
                     continue
-                cost = stage_cost(costs, rows.in_flight[stage], rows.source[stage], i, j)
+                cost = stage_cost(costs, rows.in_flight[stage], rows.deferred[stage], rows.source[stage], i, j)
                 for kind in range(_PUT_OFF):
                     near[stage, first, end, kind] = cost[kind]
                 near[stage, first, end, _PUT_OFF] = 2 * (costs.weights[j] - costs.weights[i])

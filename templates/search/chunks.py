@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import chunks_in_flight, rows_of_stages
+from resilient.templates.schedules.kind import chunks_in_flight, most_deferred, rows_of_stages
 from resilient.templates.search.chunk_limits import UNLIMITED, ChunkCuts, ChunkTable
 from resilient.templates.search.stage_cost_model import StageCosts
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -122,7 +122,7 @@ class ChunkSearch:
         return tuple(self._template(size, cuts.at(corners[[best]])) for best in np.unique(np.argmin(times, axis=1)))
 
     def _template(self, size: int, cut: _Rated) -> PipelineTemplate:
-        in_flight, row_of = self._in_flight(size), self._row_of(size)
+        in_flight, deferred, row_of = self._in_flight(size), self._deferred(size), self._row_of(size)
         send = self._single.send[self._source(row_of), cut.bounds[0, :-1]]
         stages: list[StageSpec] = []
         for index, row in enumerate(row_of.tolist()):
@@ -132,6 +132,7 @@ class ChunkSearch:
                 0,
                 row,
                 int(in_flight[row, index // len(in_flight)]),
+                int(deferred[row, index // len(in_flight)]),
                 checkpointing=bool(cut.checkpointing[0, row]),
                 send_ms=int(send[index]) / 1e6,
             )
@@ -177,6 +178,11 @@ class ChunkSearch:
         problem = self.problem
         return chunks_in_flight(problem.schedule, self._num_rows(size), self._chunks(size), problem.most_microbatches)
 
+    def _deferred(self, size: int) -> ChunkTable:
+        """Return of how many of these each chunk of each row has the backward for weights to come. [rows, chunks]"""
+        problem = self.problem
+        return most_deferred(problem.schedule, self._num_rows(size), self._chunks(size), problem.most_microbatches)
+
     def _cut(self, size: int) -> _Rated:
         """Return the cuts that fit among which numbers of microbatches decide."""
         if size not in self._cuts:
@@ -204,7 +210,7 @@ class ChunkSearch:
         The sum is that of the first stage. It is shorter for fewer layers, which the row's others can make up for.
         """
         limit, row_of = self.problem.cluster.memory_bytes, self._row_of(size)
-        cuts = ChunkCuts(self._single, self._in_flight(size), row_of, self._source(row_of))
+        cuts = ChunkCuts(self._single, self._in_flight(size), self._deferred(size), row_of, self._source(row_of))
         starts = _starts(self._single.work, num_stages, _STARTS // self.costs.num_layers**2)
         found = [cuts.best(start, limit) for start in starts]
         fastest = found[int(np.argmin([cuts.rank(each, limit) for each in found]))]
@@ -226,6 +232,7 @@ class ChunkSearch:
         for num_microbatches in {1, self.problem.most_microbatches}:
             rows = Rows(
                 in_flight=cuts.kept,
+                deferred=cuts.deferred,
                 source=cuts.source,
                 stages=cuts.stage_at.T.copy(),
                 memory=UNLIMITED if limit is None else limit,
@@ -239,15 +246,16 @@ class ChunkSearch:
 
     def _rate(self, size: int, bounds: ChunkTable) -> _Rated:
         single, limit, row_of = self._single, self.problem.cluster.memory_bytes, self._row_of(size)
-        in_flight = self._in_flight(size)
-        first, end, kept = bounds[:, :-1], bounds[:, 1:], in_flight[row_of, np.arange(len(row_of)) // len(in_flight)]
+        in_flight, chunk_of = self._in_flight(size), np.arange(len(row_of)) // self._num_rows(size)
+        first, end, kept = bounds[:, :-1], bounds[:, 1:], in_flight[row_of, chunk_of]
         order, number = np.argsort(row_of, kind="stable"), np.arange(len(bounds))
 
         def of_rows(stages: ChunkTable) -> ChunkTable:
             return stages[:, order].reshape(len(bounds), *in_flight.shape).sum(axis=2)
 
         held = single.held[first, end]
-        plain = of_rows(held + kept * single.kept[first, end] + single.workspace[first, end])
+        put_off = self._deferred(size)[row_of, chunk_of] * single.deferred[first, end]
+        plain = of_rows(held + kept * single.kept[first, end] + put_off + single.workspace[first, end])
         again = of_rows(held + kept * single.inputs[first, end] + single.largest[first, end])
         lacking = np.zeros_like(plain)
         checkpointing = np.zeros(plain.shape, dtype=bool)

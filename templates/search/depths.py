@@ -41,7 +41,7 @@ def least_sum_of_depths(
         return searches[depth]
 
     best = useful = min(most_total << STAGE_BITS | COUNT, NEVER - 1)
-    # Depths, and labels of templates that include theirs, by rising number of stages and falling sum.
+    # Depths, and labels of templates that include theirs, by rising number of stages.
     ranges = [(depths.start, depths.stop, [0])]
     while ranges:
         first, stop, labels = ranges.pop()
@@ -50,7 +50,7 @@ def least_sum_of_depths(
             first += 1
         if first >= stop or search(first).least > best:
             continue
-        if search(first).least & COUNT <= first:
+        if search(first).is_exact and search(first).least & COUNT <= first:
             best = search(first).least
             continue
         fewest = search(first).fewest()

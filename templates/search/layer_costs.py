@@ -53,6 +53,8 @@ class LayerCosts:
             many times what the one with the most has.
         kept: Activations that a device keeps of its microbatch: what enters at least, where that wants a gradient.
         workspace: The most that a device uses beside them while the layer runs.
+        deferred: Kept of a microbatch between the two parts of a backward; a sharded stage's has one part, while its
+            layers are gathered.
         inputs: What enters the layer, of one microbatch.
         handed_on: Kept of it by a stage that ends before the layer, from its forward to its backward: what it sends,
             and where the gradient of that is to arrive.
@@ -90,6 +92,10 @@ class LayerCosts:
             for rows in zip(backward, gathers, scatters, [runs_backward] * len(backward), strict=True)
         ]
         self.workspace = [[cost.workspace_bytes for cost in row] for row in costs]
+        self.deferred = [
+            [cost.deferred_bytes * (option.shard == 1) for cost in row]
+            for row, option in zip(costs, self.options, strict=True)
+        ]
         degrees = [option.num_devices // option.shard for option in self.options]
         of_degree = {degree: [degree * layer.device_bytes(degree) for layer in layers] for degree in degrees}
         self.held = [of_degree[degree] for degree in degrees]

@@ -22,6 +22,7 @@ from resilient.templates.common.words import counted
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import LATER_KINDS
 from resilient.templates.search.stage_cost_model import StageCosts, Tables
+from resilient.templates.search.stage_reach import HeldRounds
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class LayoutSearch:
     def __init__(self, problem: PlanningProblem, round_size: int = 1) -> None:
         self.problem = problem
         self.costs = StageCosts(problem, round_size)
-        self._tables: dict[tuple[bool, int | None], Tables] = {}
+        self._tables: dict[tuple[bool, HeldRounds | None], Tables] = {}
         self._impossible: dict[int, dict[int, int]] = {}
         self._times: list[int] = self.costs.times().tolist()
 
@@ -120,8 +121,9 @@ class LayoutSearch:
         fixes += f", higher tensor-parallel degrees than {largest}" * (largest < devices)
         fixes += ", schedule 1f1b" * (problem.schedule not in LATER_KINDS)
         fixes += " or devices with more memory"
-        in_flight = costs.in_flight(self.sizes.start * costs.fewest_per_node) or 1
-        needed, layer = max((costs.least_memory_bytes(i, in_flight), -i) for i in range(costs.num_layers))
+        in_flight = costs.in_flight(self.sizes.start * costs.fewest_per_node)
+        rounds = 1 if in_flight is None else in_flight.rounds
+        needed, layer = max((costs.least_memory_bytes(i, rounds), -i) for i in range(costs.num_layers))
         if needed > memory:
             return ArgumentError(
                 "memory_bytes",
@@ -156,7 +158,7 @@ class LayoutSearch:
         impossible = self._impossible.setdefault(size, {})
         return least_sum_of_depths(search, depths, most_total, bound=bound, impossible=impossible)
 
-    def _tables_of(self, in_flight: int | None, *, with_sync: bool) -> Tables:
+    def _tables_of(self, in_flight: HeldRounds | None, *, with_sync: bool) -> Tables:
         if (with_sync, in_flight) not in self._tables:
             self._tables[with_sync, in_flight] = self.costs.tables(with_sync=with_sync, in_flight=in_flight)
         return self._tables[with_sync, in_flight]
@@ -168,8 +170,8 @@ class LayoutSearch:
         stages: list[StageSpec] = []
         first = device = 0
         in_flight = self.costs.in_flight_of_stages(len(found.stages))
-        for (end, option), count in zip(found.stages, in_flight, strict=True):
-            stages.append(self.costs.stage(first, end, option, device, count))
+        for (end, option), (count, deferred) in zip(found.stages, in_flight, strict=True):
+            stages.append(self.costs.stage(first, end, option, device, count, deferred))
             first, device = end, device + self.costs.options[option].num_devices
         end, option = found.stages[0]
         return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=self.costs.sync_ms(end, option))

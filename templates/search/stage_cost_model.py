@@ -5,7 +5,8 @@ the boundary before it (the gradients' only where layer i needs them); :mod:`res
 each layer's. Activation checkpointing adds the forward of all its layers once more, where it runs a backward at all.
 Each of d devices holds
 
-    (states + gradients) / d + in_flight * (activations + handed_on) + arriving + workspace + gathered
+    (states + gradients) / d + in_flight * (activations + handed_on) + deferred * gradients put off + arriving
+        + workspace + gathered
 
 where the states and gradients are those of the layers and of the owners they share from, in_flight is how many rounds
 the schedule keeps of a pipeline that has enough microbatches, so that a template holds whatever its share becomes, and
@@ -13,7 +14,9 @@ the last three are there once: what comes in and goes out beside what is compute
 what it keeps, and what a sharded stage has gathered for it (:mod:`resilient.templates.search.layer_costs`). The
 activations of the microbatch that is differentiated are those up to that layer: others may use more then than the last
 one does, before it. In 1F1B in_flight is the number of stages from this one to the last; in the others it follows from
-the number of all stages (:func:`resilient.templates.schedules.kind.most_in_flight`). With checkpointing, it counts the
+the number of all stages (:func:`resilient.templates.schedules.kind.most_in_flight`). Where schedules run the halves of
+backwards apart, gradients wait at parameters for the second one: of as many rounds as
+:func:`resilient.templates.schedules.kind.most_deferred` says. With checkpointing, it counts the
 layers' inputs, and one microbatch's activations of one layer (the largest, with its workspace) come on top. A stage
 keeps its activations if they fit, and checkpoints if only that fits.
 
@@ -24,7 +27,6 @@ once. The sums of later stages are taken to hide behind the backwards of the sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -33,18 +35,16 @@ import numpy as np
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import LATER_KINDS, SPLIT_KINDS, ScheduleKind, most_in_flight
+from resilient.templates.schedules.kind import LATER_KINDS, SPLIT_KINDS, ScheduleKind, most_deferred, most_in_flight
 from resilient.templates.search.layer_costs import LayerCosts
 from resilient.templates.search.stage_memory import StageMemory
+from resilient.templates.search.stage_reach import HeldRounds, StageReach
 from resilient.templates.template import StageSpec
 
 CostTable = Ints
 
 STAGE_BITS = 12
 """Sums of times are kept with the number of stages in the low bits: one comparison finds the least sum, then stages."""
-
-_UNLIMITED = 1 << 62
-"""More microbatches than there can be."""
 
 _MOST_NS = 10**14
 """Of a microbatch through all layers: about a day. Sums of times, with the number of stages, then fit into 64 bits."""
@@ -65,6 +65,8 @@ class Tables(NamedTuple):
         ends: Ends of stages that fit in memory with activations kept, or with those or checkpoints, by how much is in
             flight. [2, D, L, L + 1]
         fewest: Least number of stages that use x devices of a node; L + 1 where none can. [M + 1]
+        lightest: Of these numbers the one with which a stage before holds least: the least, or the greatest where
+            gradients wait, which do so of more rounds the later a stage is. [M + 1]
     """
 
     devices: CostTable
@@ -73,6 +75,7 @@ class Tables(NamedTuple):
     next_backward: CostTable
     ends: CostTable
     fewest: CostTable
+    lightest: CostTable
 
 
 class SingleDeviceCosts(NamedTuple):
@@ -87,6 +90,7 @@ class SingleDeviceCosts(NamedTuple):
         inputs: The same where they run again. [L, L + 1]
         workspace: Used beside what they keep. [L, L + 1]
         largest: Used by the largest of them that runs again. [L, L + 1]
+        deferred: Kept of each whose backward has its second part to come. [L, L + 1]
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
         weights: Prefix sums of what schedules put off, as :attr:`StageSpec.weights_ms` says.
         sync: Gradient sum of a first stage that ends there. [L + 1]
@@ -100,6 +104,7 @@ class SingleDeviceCosts(NamedTuple):
     inputs: CostTable
     workspace: CostTable
     largest: CostTable
+    deferred: CostTable
     next_backward: CostTable
     weights: CostTable
     sync: CostTable
@@ -124,7 +129,7 @@ class StageCosts:
         self._forward = [_prefix_sums(row) for row in costs.forward]
         self._backward = [_prefix_sums(row) for row in costs.backward]
         self._send = costs.send
-        self._fewest = self._fewest_stages()
+        self._numbers = self._numbers_of_stages()
         gradients = _prefix_sums([layer.gradient_bytes for layer in layers])
         self._sync = [
             [nanoseconds(cluster.inter_node.transfer_ms(2 * total / of)) if total else 0 for total in gradients]
@@ -138,11 +143,12 @@ class StageCosts:
             runs = layers[i].trainable or layers[i].input_gradient
             self._next_backward[i] = i if runs else self._next_backward[i + 1]
         self._memory = [StageMemory(problem, costs, index) for index in range(len(self.options))]
+        self._reach = StageReach(problem, self._memory)
 
     @property
     def fewest_per_node(self) -> int:
         """The least number of stages that use all devices of a node; more than the layers where none can."""
-        return self._fewest[-1]
+        return self._numbers[-1][0]
 
     @property
     def least_total(self) -> int:
@@ -150,22 +156,26 @@ class StageCosts:
         work = np.diff(np.array(self._forward, dtype=np.int64) + np.array(self._backward, dtype=np.int64))
         return int(work.min(axis=0).sum())
 
-    def in_flight(self, num_stages: int) -> int | None:
-        """Return how many rounds every stage of a pipeline of so many stages must hold.
+    def in_flight(self, num_stages: int) -> HeldRounds | None:
+        """Return what every stage of a pipeline of so many stages must hold.
 
         None where that is the number of stages from it to the last, or where memory is not limited.
         """
         problem = self.problem
         if problem.schedule in LATER_KINDS or problem.cluster.memory_bytes is None:
             return None
-        return self.in_flight_of_stages(num_stages)[0]
+        counts = self.in_flight_of_stages(num_stages)
+        waits = any(each.deferred.any() for each in self._memory)
+        return HeldRounds(counts[0][0], tuple(deferred for _, deferred in reversed(counts) if deferred and waits))
 
-    def in_flight_of_stages(self, num_stages: int) -> tuple[int, ...]:
-        """Return how many rounds each stage of a pipeline of so many stages must hold."""
-        most_rounds = -(-self.problem.most_microbatches // self.round_size)
-        return most_in_flight(self.problem.schedule, num_stages, most_rounds)
+    def in_flight_of_stages(self, num_stages: int) -> tuple[tuple[int, int], ...]:
+        """Return how many rounds each stage of a pipeline of so many must hold, and how many of them are deferred."""
+        schedule, most_rounds = self.problem.schedule, -(-self.problem.most_microbatches // self.round_size)
+        in_flight = most_in_flight(schedule, num_stages, most_rounds)
+        deferred = most_deferred(schedule, num_stages, 1, most_rounds)[:, 0].tolist()
+        return tuple(zip(in_flight, deferred, strict=True))
 
-    def tables(self, *, with_sync: bool, in_flight: int | None) -> Tables:
+    def tables(self, *, with_sync: bool, in_flight: HeldRounds | None) -> Tables:
         """Return the costs for the search.
 
         Args:
@@ -176,13 +186,15 @@ class StageCosts:
         work = forward + np.array(self._backward, dtype=np.int64)
         sync = np.array(self._sync, dtype=np.int64) * with_sync
         sums = np.stack([np.stack([times, times + sync]) for times in (work, work + forward)])
+        fewest, most = np.array(self._numbers, dtype=np.int64).T.copy()
         return Tables(
             devices=np.array([option.num_devices for option in self.options], dtype=np.int64),
             sums=sums << STAGE_BITS,
             send=np.array(self._send, dtype=np.int64) << STAGE_BITS,
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
-            ends=self._ends(in_flight),
-            fewest=np.array(self._fewest, dtype=np.int64),
+            ends=self._reach.ends(in_flight),
+            fewest=fewest,
+            lightest=most if in_flight is not None and in_flight.deferred else fewest,
         )
 
     def times(self) -> CostTable:
@@ -212,6 +224,7 @@ class StageCosts:
             inputs=self._memory[0].inputs,
             workspace=self._memory[0].workspace,
             largest=self._memory[0].largest,
+            deferred=self._memory[0].deferred,
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
             weights=np.array(weights, dtype=np.int64),
             sync=np.array(self._sync[0], dtype=np.int64),
@@ -231,6 +244,7 @@ class StageCosts:
         option: int,
         device: int,
         in_flight: int,
+        deferred: int = 0,
         *,
         checkpointing: bool | None = None,
         send_ms: float | None = None,
@@ -243,14 +257,15 @@ class StageCosts:
             option: Index of its devices in :attr:`options`.
             device: Its first device, counted over the nodes of the template.
             in_flight: Rounds that it must hold at once.
+            deferred: Those of them whose backward has its second part to come.
             checkpointing: Whether it does that; by default where only that fits.
             send_ms: Of its messages; by default they come from the device before.
         """
         devices_per_node = self.problem.cluster.devices_per_node
         forward = self._forward[option][end] - self._forward[option][first]
         backward = self._backward[option][end] - self._backward[option][first]
-        memory = self._memory[option].num_bytes(first, end, in_flight, checkpointing=False)
         limit = self.problem.cluster.memory_bytes
+        memory = self._memory[option].num_bytes(first, end, in_flight, deferred, checkpointing=False)
         if checkpointing is None:
             checkpointing = limit is not None and memory > limit
         if checkpointing:
@@ -258,7 +273,8 @@ class StageCosts:
             backward += forward * (self._next_backward[first] < end)
         most: int | None = None
         if limit is not None and self.problem.schedule is ScheduleKind.EAGER:
-            each = self._memory[option].num_bytes(first, end, in_flight + 1, checkpointing=checkpointing) - memory
+            one_more = self._memory[option].num_bytes(first, end, in_flight + 1, checkpointing=checkpointing)
+            each = one_more - memory
             most = in_flight + (limit - memory) // each if each else self.problem.num_microbatches
         return StageSpec(
             first_layer=first,
@@ -295,50 +311,23 @@ class StageCosts:
     def least_memory_bytes(self, layer: int, in_flight: int) -> int:
         """Return what a stage of one layer needs at least, on each device, with the best of devices."""
         checkpointing = (False, True) if self.problem.activation_checkpointing else (False,)
+        deferred = int(self.problem.schedule in SPLIT_KINDS)
         return min(
-            memory.num_bytes(layer, layer + 1, in_flight, checkpointing=again)
+            memory.num_bytes(layer, layer + 1, in_flight, deferred, checkpointing=again)
             for memory in self._memory
             for again in checkpointing
         )
 
-    def _fewest_stages(self) -> list[int]:
-        fewest = [0]
+    def _numbers_of_stages(self) -> list[tuple[int, int]]:
+        """Return the least and the greatest number of stages that use x devices of a node; L + 1 where none can."""
+        none = self.num_layers + 1
+        numbers = [(0, 0)]
         for devices in range(1, self.problem.cluster.devices_per_node + 1):
-            before = [fewest[devices - of.num_devices] for of in self.options if of.num_devices <= devices]
-            fewest.append(min([self.num_layers + 1, *(count + 1 for count in before)]))
-        return fewest
-
-    def _ends(self, in_flight: int | None) -> CostTable:
-        """Return the ``ends`` of :class:`Tables`."""
-        size = self.num_layers
-        shape = (2, len(self.options), size, size + 1)
-        if self.problem.cluster.memory_bytes is None:
-            return np.full(shape, size, dtype=np.int64)
-        if in_flight is not None:
-            ends = np.arange(size) + np.count_nonzero(self._most_held >= in_flight, axis=-1)
-            return np.repeat(ends[..., None], size + 1, axis=-1)
-        counts = np.arange(size + 1)
-        ends = np.empty(shape, dtype=np.int64)
-        for kind, q, i in np.ndindex(shape[:3]):
-            ends[kind, q, i] = i + np.searchsorted(-self._most_held[kind, q, i, i + 1 :], -counts, side="right")
-        return ends
-
-    @cached_property
-    def _most_held(self) -> CostTable:
-        """How many microbatches stages i .. j - 1 have memory for, -1 where j <= i. [2, D, L, L + 1]
-
-        With activations kept, and with those or checkpoints.
-        """
-        size, memory = self.num_layers, self.problem.cluster.memory_bytes
-        assert memory is not None
-        most = np.empty((2, len(self.options), size, size + 1), dtype=np.int64)
-        for q, each in enumerate(self._memory):
-            most[:, q] = _times_that_fit(memory - each.held - each.workspace, each.kept)
-            if self.problem.activation_checkpointing:
-                again = _times_that_fit(memory - each.held - each.largest, each.inputs)
-                most[1, q] = np.maximum(most[1, q], again)
-        most[:, :, np.tri(size, size + 1, dtype=bool)] = -1
-        return most
+            before = [numbers[devices - of.num_devices] for of in self.options if of.num_devices <= devices]
+            before = [(fewest + 1, most + 1) for fewest, most in before if fewest < none]
+            fewest, most = zip(*before, strict=True) if before else ((none,), (none,))
+            numbers.append((min(fewest), max(most)))
+        return numbers
 
 
 def _check_times(sum_ns: int) -> None:
@@ -351,8 +340,3 @@ def _check_times(sum_ns: int) -> None:
 
 def _prefix_sums(values: Sequence[int]) -> list[int]:
     return list(accumulate(values, initial=0))
-
-
-def _times_that_fit(free: CostTable, each: CostTable) -> CostTable:
-    """Return how many times ``each`` goes into ``free`` bytes; 0 where not even nothing fits."""
-    return np.where(free < 0, 0, np.where(each > 0, free // np.maximum(each, 1), _UNLIMITED))

@@ -29,6 +29,8 @@ class StageMemory:
         inputs: The same where layers run again, which keep their inputs alone. [L, L + 1]
         workspace: Used beside what is kept, by the layer for which that is most. [L, L + 1]
         largest: Used beside inputs, by the largest layer that runs again. [L, L + 1]
+        deferred: Kept besides of each microbatch that is between the two parts of its backward. Where no input wants a
+            gradient all of it is in the second part, and where layers run again in the first. [L, L + 1]
     """
 
     def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int) -> None:
@@ -42,16 +44,31 @@ class StageMemory:
         self.workspace = _rising(np.maximum(kept, once.of(activations[1:]) + handed_on - activations[:-1, None]))
         self.workspace -= self.kept
         self.largest = once.of(np.diff(activations))
+        deferred, splits = (
+            _prefix_sums(costs.deferred[option]),
+            [each.input_gradient for each in problem.profile.layers],
+        )
+        self.deferred = np.triu(deferred - deferred[:-1, None], 1) * np.array(splits)[:, None]
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
         held = np.triu(held + np.array(costs.arriving[option], dtype=np.int64)[:, None], 1)
         # the search also relies on it that none holds less than one that begins later, as it might where layers are
         # smaller than what comes in behind them
         self.held = np.maximum.accumulate(held[::-1])[::-1]
 
-    def num_bytes(self, first: int, end: int, in_flight: int, *, checkpointing: bool) -> int:
-        """Return what a stage of layers ``first .. end - 1`` holds with so many rounds in flight."""
-        each, once = (self.inputs, self.largest) if checkpointing else (self.kept, self.workspace)
-        return int(self.held[first, end] + once[first, end] + in_flight * each[first, end])
+    def num_bytes(self, first: int, end: int, in_flight: int, deferred: int = 0, *, checkpointing: bool) -> int:
+        """Return what a stage of layers ``first .. end - 1`` holds with so many rounds in flight.
+
+        Args:
+            first: First layer.
+            end: One past the last one.
+            in_flight: Rounds from their forward to the end of their backward.
+            deferred: Those of them that are between the two parts of it.
+            checkpointing: Whether its layers run again.
+        """
+        if checkpointing:
+            return int(self.held[first, end] + self.largest[first, end] + in_flight * self.inputs[first, end])
+        activations = in_flight * self.kept[first, end] + deferred * self.deferred[first, end]
+        return int(self.held[first, end] + self.workspace[first, end] + activations)
 
 
 def _rising(num_bytes: Ints) -> Ints:

@@ -55,13 +55,14 @@ def profile(
     )
 
 
-def cost(ms: float, activation_bytes: int = 0) -> LayerCost:
+def cost(ms: float, activation_bytes: int = 0, deferred_bytes: int = 0) -> LayerCost:
     """A third each for the forward, the input's gradient and the parameters' gradient."""
     return LayerCost(
         forward_ms=ms / 3,
         backward_input_ms=ms / 3,
         backward_weight_ms=ms - 2 * (ms / 3),
         activation_bytes=activation_bytes,
+        deferred_bytes=deferred_bytes,
     )
 
 
@@ -157,7 +158,7 @@ def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Plann
         layers=tuple(
             layer(
                 i,
-                [cost(ms * (1 + 0.1 * (degree > 1)) / degree, 3 * MIB // degree) for degree in degrees],
+                [cost(ms * (1 + 0.1 * (degree > 1)) / degree, 3 * MIB // degree, MIB // degree) for degree in degrees],
                 size,
                 input_bytes=MIB,
                 owners=(0,) if tied and i and i == len(sizes) - 1 else (),
@@ -188,7 +189,7 @@ def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Plann
 def _enough_memory(profile: ModelProfile) -> int:
     """Memory that holds any three layers, a tied state beside them, and their activations of all microbatches."""
     states = max(each.state_bytes + each.gradient_bytes for each in profile.layers)
-    kept = max(c.activation_bytes + each.input_bytes for each in profile.layers for c in each.costs)
+    kept = max(c.activation_bytes + c.deferred_bytes + each.input_bytes for each in profile.layers for c in each.costs)
     return 4 * states + 3 * len(profile.layers) * kept
 
 

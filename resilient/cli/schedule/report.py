@@ -128,6 +128,9 @@ def profiled_work(profile: ModelProfile, cluster: Cluster, num_stages: int, num_
             latency_ms=latency_ms,
             transfer_ms=[link.transfer_ms(cut[0].input_bytes) - latency_ms for cut in cuts[1:]],
             activation_bytes=[sum(layer.costs[0].activation_bytes for layer in cut) for cut in cuts],
+            deferred_bytes=[
+                sum(layer.costs[0].deferred_bytes for layer in cut if cut[0].input_gradient) for cut in cuts
+            ],
         ),
         held_bytes=tuple(_held_bytes(profile, stage.first_layer, stage.end_layer) for stage in stages),
         stages=tuple(_names(cut) for cut in cuts),
@@ -177,7 +180,7 @@ def schedule_report(
     schedule = generate(kind, num_workers, num_microbatches, num_chunks=num_chunks, max_in_flight=limits)
     validate(schedule)
     timeline = simulate(schedule, made.costs)
-    counts = simulate(schedule, replace(made.costs, activation_bytes=1)).peak_bytes
+    counts = simulate(schedule, replace(made.costs, activation_bytes=1, deferred_bytes=0)).peak_bytes
     workers = range(num_workers)
     of_workers = [[stage for stage, row in enumerate(schedule.graph.row_of) if row == worker] for worker in workers]
     held = [sum(made.held_bytes[stage] for stage in stages) for stages in of_workers]

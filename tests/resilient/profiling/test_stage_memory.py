@@ -21,8 +21,11 @@ from resilient.profiling.profiler import draw_samples, measure
 from resilient.runtime.batches import Batches
 from resilient.runtime.job import Job
 from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.inputs.known_models import Blocks
+from resilient.templates.inputs.layer_work import block_works
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem, Sharding
+from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.search.stage_cost_model import StageCosts
 from tests.resilient.pipeline.test_executor_ranks import STEP, installed, work_of, write_initial
 from tests.resilient.pipeline.test_tensor_parallel import pipeline
@@ -86,7 +89,7 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
     }
 
 
-CASES: dict[str, tuple[str, Pipeline, int]] = {
+CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleKind]] = {
     "chain, 1 device": ("chain", pipeline((0, 8), 8, 0, 1), 0),
     "chain, a stage of 3 layers among others": ("chain", pipeline((0, 1, 4, 8), 8, 0, 1, 1, 1), 1),
     "chain, sharded over 3": ("chain", pipeline((0, 4, 8), 8, 0, 1, 1, shard=3), 0),
@@ -94,19 +97,36 @@ CASES: dict[str, tuple[str, Pipeline, int]] = {
     "llama, 2 stages": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 0),
     "llama, sharded over 2": ("llama", pipeline((0, 6), 8, 0, 1, shard=2), 0),
     "llama, 2 stages of 2 tensor-parallel devices": ("llama", pipeline((0, 3, 6), 8, 0, 2, 2), 1),
+    "chain, gradients of one microbatch wait": ("chain", pipeline((0, 4, 8), 8, 0, 1, 1), 1, ScheduleKind.SPLIT),
+    "llama, gradients of one wait": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 1, ScheduleKind.SPLIT),
+    "llama, gradients of two wait": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 1, ScheduleKind.ZB_H1),
+    "llama, gradients of three wait": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 1, ScheduleKind.ZB_H2),
+    "llama, none wait in a first stage": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 0, ScheduleKind.ZB_H2),
+    "llama, halves of 2 tensor-parallel devices": ("llama", pipeline((0, 3, 6), 8, 0, 2, 2), 1, ScheduleKind.ZB_H1),
+    "llama, one half where layers run again": ("llama", pipeline((0, 6), 8, 0, 1, recomputed=6), 0, ScheduleKind.ZB_H1),
 }
-"""The job, its pipeline, and the stage that is looked at."""
+"""The job, its pipeline, the stage that is looked at, and the schedule if it is not 1F1B."""
 
 
-@pytest.mark.parametrize(("name", "laid_out", "row"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_planned_memory_is_what_is_allocated(
-    name: str, laid_out: Pipeline, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
+    case: tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleKind],
+    jobs: dict[str, tuple[Job, ModelProfile]],
+    tmp_path: Path,
 ) -> None:
+    name, laid_out, row = case[:3]
     job, profile = jobs[name]
-    plan = Plan(pipelines=(laid_out,))
+    plan = Plan(pipelines=(laid_out,), schedule_kind=case[3] if len(case) > 3 else ScheduleKind.ONE_F_ONE_B)
     write_initial(job, tmp_path)
     rank = next(slot.rank for slot in plan.slots if slot.row_index == row)
     assert planned(profile, plan, row) == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.1)
+
+
+def test_gradients_that_wait_in_a_block_are_the_derived_ones(jobs: dict[str, tuple[Job, ModelProfile]]) -> None:
+    shape = Blocks(num_blocks=1, hidden=128, num_heads=4, num_kv_heads=4, head_size=32, ffn=344, gated=True)
+    (derived,) = block_works("llm", shape, 2, TOKENS)
+    measured = jobs["llama"][1].layers[1].costs[0]
+    assert measured.deferred_bytes == 2 * (derived.deferred_bytes + derived.sharded_deferred_bytes), "4 bytes, not 2"
 
 
 def planned(profile: ModelProfile, plan: Plan, row: int) -> int:
@@ -115,11 +135,19 @@ def planned(profile: ModelProfile, plan: Plan, row: int) -> int:
     stage = stages[row]
     sharding = Sharding.ON if stage.shard > 1 else Sharding.OFF
     cluster = Cluster(devices_per_node=stage.num_devices)
-    problem = PlanningProblem(profile=profile, num_microbatches=8, cluster=cluster, max_failures=0, sharding=sharding)
+    problem = PlanningProblem(
+        profile=profile,
+        num_microbatches=8,
+        cluster=cluster,
+        max_failures=0,
+        schedule=plan.schedule_kind,
+        sharding=sharding,
+    )
     costs = StageCosts(problem, stage.shard)
     (option,) = (index for index, each in enumerate(costs.options) if each[:2] == (stage.num_devices, stage.shard))
     again = stage.recomputed_layers > 0
-    made = costs.stage(stage.first_layer, stage.end_layer, option, 0, len(stages) - row, checkpointing=again)
+    held = costs.in_flight_of_stages(len(stages))[row]
+    made = costs.stage(stage.first_layer, stage.end_layer, option, 0, *held, checkpointing=again)
     return made.memory_bytes
 
 

@@ -5,13 +5,22 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, chunks_of, most_in_flight
+from resilient.templates.schedules.kind import (
+    CHUNK_KINDS,
+    SPLIT_KINDS,
+    ScheduleKind,
+    chunks_of,
+    most_deferred,
+    most_in_flight,
+)
 from resilient.templates.schedules.schedule import Action, Op, Schedule
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.schedules.validator import validate
 
 FOUR_STAGES_EIGHT_MICROBATCHES = """
@@ -135,6 +144,23 @@ def test_microbatches_in_flight_are_what_the_kinds_promise(num_rows: int, num_mi
         assert [in_flight(row) for row in schedule.rows] == [
             min(most(row), num_microbatches) for row in range(num_rows)
         ], kind
+
+
+@given(st.sampled_from(SPLIT_KINDS), st.integers(1, 6), st.integers(1, 40), st.integers(2, 4))
+def test_gradients_wait_of_as_many_microbatches_as_memory_is_planned_for(
+    kind: ScheduleKind, num_rows: int, num_microbatches: int, num_chunks: int
+) -> None:
+    num_chunks = chunks_of(kind, num_chunks)
+    schedule = generate(kind, num_rows, num_microbatches, num_chunks=num_chunks)
+    row_of, counted = np.array(schedule.graph.row_of), np.zeros((num_rows, num_chunks), dtype=np.int64)
+    for chunk in range(num_chunks):
+        one = (np.arange(len(row_of)) // num_rows == chunk).astype(int)
+        costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, deferred_bytes=one)
+        counted[:, chunk] = simulate(schedule, costs).peak_bytes
+    for more in (0, 1, 100):
+        assert (counted <= most_deferred(kind, num_rows, num_chunks, num_microbatches + more)).all()
+    if kind not in CHUNK_KINDS:
+        assert (counted == most_deferred(kind, num_rows, num_chunks, num_microbatches)).all()
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 14))

@@ -188,6 +188,15 @@ def test_peak_memory_is_that_of_the_microbatches_in_flight() -> None:
     assert run(ScheduleKind.INTERLEAVED, 2, 4, (1, 1, 1), activation_bytes=[1, 10, 100, 1000]).peak_bytes == (203, 1020)
 
 
+def test_gradients_are_held_from_one_half_of_a_backward_to_the_other() -> None:
+    both = {"activation_bytes": [100, 100], "deferred_bytes": [0, 10]}
+    assert run(ScheduleKind.ZB_H1, 2, 3, (1, 1, 1), **both).peak_bytes == (200, 220), (
+        "of both microbatches in the last row"
+    )
+    assert run(ScheduleKind.SPLIT, 2, 3, (1, 1, 1), **both).peak_bytes == (200, 110)
+    assert run(ScheduleKind.ONE_F_ONE_B, 2, 3, (1, 1, 1), **both).peak_bytes == (200, 100)
+
+
 def test_peak_memory_counts_unequal_microbatches_apart() -> None:
     schedule = generate(ScheduleKind.ONE_F_ONE_B, 2, 4)
     sizes = np.array([[1, 7, 2, 4], [3, 1, 1, 5]])

@@ -15,6 +15,7 @@ from resilient.templates.schedules.kind import (
     ScheduleKind,
     chunks_in_flight,
     chunks_of,
+    most_deferred,
     rows_of_stages,
 )
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -31,7 +32,7 @@ def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -
     layers = tuple(
         layer(
             i,
-            [cost(draw.choice([1.0, 2.0, 3.0, 7.0]), draw.randint(1, 40))],
+            [cost(draw.choice([1.0, 2.0, 3.0, 7.0]), draw.randint(1, 40), draw.randint(0, 30))],
             draw.randint(3, 90),
             input_bytes=draw.choice([2, 2, 6]),
         )
@@ -44,7 +45,7 @@ def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -
         profile=profile,
         num_microbatches=draw.randint(1, 12),
         cluster=Cluster(
-            memory_bytes=draw.choice([None, draw.randint(150, 600)]),
+            memory_bytes=draw.choice([None, draw.randint(180, 660)]),
             inter_node=Link(latency_ms=draw.choice([0.0, 0.1, 0.3]), bytes_per_s=draw.choice([1e3, 1e4, 1e6])),
         ),
         max_failures=0,
@@ -60,13 +61,15 @@ def every_cut(problem: PlanningProblem) -> Iterator[PipelineTemplate]:
     num_rows, num_chunks, layers = problem.min_pipeline_nodes, problem.num_chunks, problem.profile.layers
     row_of = rows_of_stages(problem.schedule, num_rows, num_chunks)
     in_flight = chunks_in_flight(problem.schedule, num_rows, num_chunks, problem.most_microbatches)
+    deferred = most_deferred(problem.schedule, num_rows, num_chunks, problem.most_microbatches)
     limit = problem.cluster.memory_bytes
 
     @cache
     def stage(index: int, first: int, end: int, again: bool) -> tuple[StageSpec, int]:
-        own, kept = layers[first:end], int(in_flight[row_of[index], index // num_rows])
+        own, place = layers[first:end], (row_of[index], index // num_rows)
+        kept = int(in_flight[place])
         bytes_of = StageBytes(problem.profile, first, end)
-        taken = bytes_of.again(kept) if again else bytes_of.plain(kept)
+        taken = bytes_of.again(kept) if again else bytes_of.plain(kept, int(deferred[place]))
         forward = sum(x.costs[0].forward_ms for x in own)
         of_inputs = sum(x.costs[0].backward_input_ms for x in own if x.input_gradient)
         of_inputs += again * forward * any(x.trainable or x.input_gradient for x in own)

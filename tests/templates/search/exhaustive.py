@@ -19,6 +19,9 @@ Ns = int
 Devices = tuple[int, int]
 """Of a stage: its groups of devices, and the devices of each."""
 
+InFlight = tuple[int, int]
+"""Rounds that a stage holds, and those of them between the parts of a backward."""
+
 
 def all_templates(problem: PlanningProblem, num_nodes: int) -> Iterator[PipelineTemplate]:
     """Yield every template for a number of nodes that fits in memory."""
@@ -38,7 +41,7 @@ def templates_of_round(
     layers = problem.profile.layers
 
     @cache
-    def stage(first: int, end: int, chosen: Devices, device: int, in_flight: int) -> StageSpec | None:
+    def stage(first: int, end: int, chosen: Devices, device: int, in_flight: InFlight) -> StageSpec | None:
         return make_stage(problem, first, end, chosen, device, in_flight, round_size)
 
     for nodes in product(list(_splits(problem.cluster.devices_per_node, tuple(choices))), repeat=num_nodes):
@@ -67,10 +70,11 @@ def _splits(devices: int, choices: tuple[Devices, ...]) -> Iterator[tuple[Device
                 yield ((groups, degree), *others)
 
 
-def in_flight(problem: PlanningProblem, num_stages: int, stage: int, round_size: int) -> int:
+def in_flight(problem: PlanningProblem, num_stages: int, stage: int, round_size: int) -> InFlight:
     """Return how many rounds of microbatches a stage must hold."""
     most = -(-(problem.num_microbatches - problem.max_failures) // round_size)
-    return {
+    deferred = {ScheduleKind.SPLIT: 1, ScheduleKind.ZB_H1: stage + 1, ScheduleKind.ZB_H2: 2 * stage + 1}
+    in_all = {
         ScheduleKind.ONE_F_ONE_B: num_stages - stage,
         ScheduleKind.EAGER: num_stages - stage,
         ScheduleKind.SPLIT: num_stages - stage,
@@ -78,10 +82,11 @@ def in_flight(problem: PlanningProblem, num_stages: int, stage: int, round_size:
         ScheduleKind.ZB_H1: min(num_stages, most),
         ScheduleKind.ZB_H2: min(2 * num_stages - 1, most),
     }[problem.schedule]
+    return in_all, min(deferred.get(problem.schedule, 0), most)
 
 
 def make_stage(
-    problem: PlanningProblem, first: int, end: int, chosen: Devices, device: int, in_flight: int, round_size: int
+    problem: PlanningProblem, first: int, end: int, chosen: Devices, device: int, in_flight: InFlight, round_size: int
 ) -> StageSpec | None:
     """Return the stage of layers ``first .. end - 1``, or None where a device cannot hold it."""
     cluster, profile = problem.cluster, problem.profile
@@ -91,7 +96,8 @@ def make_stage(
     layers = profile.layers[first:end]
 
     bytes_of = StageBytes(profile, first, end, groups, degree)
-    plain, again = bytes_of.plain(in_flight * turns), bytes_of.again(in_flight * turns)
+    rounds, deferred = in_flight
+    plain, again = bytes_of.plain(rounds * turns, deferred * turns), bytes_of.again(rounds * turns)
     limit = plain if cluster.memory_bytes is None else cluster.memory_bytes
     checkpointing = plain > limit
     if checkpointing and (not problem.activation_checkpointing or again > limit):
@@ -134,7 +140,7 @@ def make_stage(
         backward_ms=backward / 1e6,
         send_ms=send / 1e6,
         memory_bytes=again if checkpointing else plain,
-        max_in_flight=_most_that_fit(problem, again if checkpointing else plain, per_round, in_flight),
+        max_in_flight=_most_that_fit(problem, again if checkpointing else plain, per_round, rounds),
     )
 
 

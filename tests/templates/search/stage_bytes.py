@@ -19,6 +19,8 @@ class StageBytes:
         each_again: Kept of each where layers run again.
         workspace: Used beside what is kept.
         largest: Used by the largest layer that runs again.
+        deferred: Kept besides of each microbatch between the parts of its backward: of one part that of sharded stages
+            is, and that of stages whose input wants no gradient.
     """
 
     def __init__(self, profile: ModelProfile, first: int, end: int, groups: int = 1, degree: int = 1) -> None:
@@ -37,11 +39,13 @@ class StageBytes:
         self.each_again = max(sum(self._entering(first + k) for k in range(e)) + self._handed_on(e) for e in ends)
         newest = max(sum(self._kept[: k + 1]) + self._once(k, e) + self._handed_on(e) for e in ends for k in range(e))
         self.workspace = max(newest - self.each, 0)
+        splits = groups == 1 and self._layers[0].input_gradient
+        self.deferred = sum(layer.costs[q].deferred_bytes for layer in self._layers) if splits else 0
         self.largest = max(kept + self._once(k, ends[-1]) for k, kept in enumerate(self._kept))
 
-    def plain(self, in_flight: int) -> int:
+    def plain(self, in_flight: int, deferred: int = 0) -> int:
         """With activations kept."""
-        return self.held + in_flight * self.each + self.workspace
+        return self.held + in_flight * self.each + deferred * self.deferred + self.workspace
 
     def again(self, in_flight: int) -> int:
         """With layers that run again."""

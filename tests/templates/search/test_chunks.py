@@ -133,7 +133,7 @@ def test_templates_are_the_best_of_all_cuts(kind: ScheduleKind, few: int, monkey
     monkeypatch.setattr(chunks, "_FEW", few)
     draw = random.Random(0)
     ratios: list[float] = []
-    for _ in range(20):
+    for _ in range(22):
         problem = uneven_job(draw, kind)
         size, every = problem.min_pipeline_nodes, list(every_cut(problem))
         if not every:

@@ -106,6 +106,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
                 backward_input_ms=ms / degree,
                 backward_weight_ms=draw(times),
                 activation_bytes=activations // draw(st.sampled_from([1, degree])),
+                deferred_bytes=draw(sizes),
             )
             for degree in degrees
         )
@@ -161,7 +162,8 @@ def tight_problem(seed: int) -> PlanningProblem:
     layers: list[LayerProfile] = []
     for i in range(draw.randint(6, 8)):
         ms, activations = draw.uniform(0.5, 2.0), draw.choice([10, 20, 30])
-        costs = [cost(ms * factor / degree, activations) for degree, factor in factors.items()]
+        deferred = draw.choice([0, 5, 10])
+        costs = [cost(ms * factor / degree, activations, deferred) for degree, factor in factors.items()]
         made = layer(i, costs, 12, input_bytes=draw.choice([1, 2, 5]))
         if seed % 4 == 0:
             made = replace(made, trainable=i > 3, input_gradient=i > 4)

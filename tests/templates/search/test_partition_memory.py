@@ -45,13 +45,16 @@ def memory_taken(
     """Per stage: what a device holds all the time (layers it gathers or checkpoints, too), and the rest."""
     held: list[int] = []
     each: list[int] = []
+    deferred: list[int] = []
     for stage in template.stages:
         of_stage = StageBytes(problem.profile, stage.first_layer, stage.end_layer, stage.shard, stage.tp_degree)
         again, turns = stage.checkpointing, template.round_size // stage.shard
         held.append(of_stage.held + (of_stage.largest if again else of_stage.workspace))
         each.append(turns * (of_stage.each_again if again else of_stage.each))
+        deferred.append(0 if again else turns * of_stage.deferred)
     schedule = schedule_alone(problem.schedule, template, num_microbatches)
     costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
+    costs = replace(costs, deferred_bytes=deferred)
     return held, [int(peak) for peak in simulate(schedule, costs).peak_bytes]
 
 
