@@ -13,7 +13,7 @@ from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.job_config import AUTO_SCHEDULE, training_schedule
 from resilient.protocol.messages import Injection
 from resilient.protocol.shown_streams import ShownStreams
-from resilient.templates.plan import AUTO_DEGREE, Sharding, check_methods, tensor_degree
+from resilient.templates.plan import AUTO_DEGREE, Sharding, check_beside_planner, check_methods, tensor_degree
 from resilient.templates.schedules.kind import ScheduleKind
 
 _LEAST_TOKEN = 16
@@ -147,6 +147,8 @@ class LaunchOptions:
         if self.shard not in tuple(Sharding):
             choices = ", ".join(Sharding)
             raise ArgumentError("shard", f"be one of {choices}", repr(self.shard), "leave it out for off")
+        if self.planner:
+            check_beside_planner(Sharding(self.shard))
         degree = tensor_degree(self.tp)
         schedule = training_schedule(self.schedule or AUTO_SCHEDULE)
         check_methods(None if schedule == AUTO_SCHEDULE else ScheduleKind(schedule), degree, Sharding(self.shard))

@@ -193,6 +193,7 @@ class WorkerPool:
             "RESILIENT_TP_CHUNKS": str(welcome.tp_chunks),
             "RESILIENT_NETWORK": msgspec.json.encode(welcome.network).decode(),
             "RESILIENT_TP": degree_text(welcome.tp_degree),
+            "RESILIENT_SHARD": welcome.sharding.value,
             "RESILIENT_PLANNED": "1" if welcome.is_planned else "",
         }
 

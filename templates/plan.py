@@ -84,6 +84,17 @@ def check_methods(schedule: ScheduleKind | None, degree: int | None, sharding: S
         )
 
 
+def check_beside_planner(sharding: Sharding) -> None:
+    """Refuse to have stages sharded where a planner of units decides on them.
+
+    Raises:
+        ArgumentError: They may, or must be.
+    """
+    if sharding is not Sharding.OFF:
+        constraint = "be off for jobs with a planner (it decides which units are sharded)"
+        raise ArgumentError("shard", constraint, sharding.value, "leave it out")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """The job that plans are made for; the same from its start to its end.
@@ -139,13 +150,8 @@ class PlanningProblem:
             )
         check_chunks(self.schedule, self.num_chunks)
         check_methods(self.schedule, self.profile.tp_degrees[0], self.sharding)
-        if self.templates and self.sharding is not Sharding.OFF:
-            raise ArgumentError(
-                "shard",
-                "be off for jobs with a planner (it decides which units are sharded)",
-                self.sharding.value,
-                "leave it out",
-            )
+        if self.templates:
+            check_beside_planner(self.sharding)
         sizes = [template.num_nodes for template in self.templates]
         if sizes != list(range(sizes[0], sizes[0] + len(sizes)) if sizes else []):
             raise ArgumentError("templates", "be for consecutive numbers of nodes", sizes, "leave none out")

@@ -97,6 +97,7 @@ class Handlers:
                 tp_chunks=settings.tp_chunks,
                 network=settings.network,
                 tp_degree=settings.tp_degree,
+                sharding=settings.sharding,
                 is_planned=self._parts.job.is_known,
             ),
         )

@@ -32,7 +32,7 @@ from resilient.protocol.messages import (
     encode,
 )
 from resilient.templates.inputs.cluster import Cluster, Link
-from resilient.templates.plan import tensor_degree
+from resilient.templates.plan import Sharding, check_beside_planner, tensor_degree
 
 logger = logging.getLogger(__name__)
 
@@ -223,8 +223,13 @@ class AgentClient:
 
 
 def cluster_from_environment() -> tuple[Cluster, int, int | None]:
-    """Return the nodes that this worker's agent knows of, how many the job was started with, and how many workers of
-    each are to share a microbatch; None for what makes steps shortest."""
+    """Return what a planner is to plan for: the nodes that this worker's agent knows of, how many the job was started
+    with, and how many workers of each are to share a microbatch; None for what makes steps shortest.
+
+    Raises:
+        ArgumentError: Workers are to divide states, which planners decide on.
+    """
+    check_beside_planner(Sharding(os.environ.get("RESILIENT_SHARD", Sharding.OFF)))
     workers_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     network = msgspec.json.decode(os.environ["RESILIENT_NETWORK"], type=Link)
     cluster = Cluster(devices_per_node=workers_per_node, inter_node=network)

@@ -24,7 +24,7 @@ from resilient.state.witnesses import HeldCopy
 from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.plan import Plan
+from resilient.templates.plan import Plan, Sharding
 from resilient.templates.replan.transfer import Transfer
 from resilient.templates.template import PipelineTemplate
 
@@ -300,8 +300,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     a coordinator. ``num_nodes``: nodes the job was started with. ``trace``: steps of which workers write down when they
     did what (:func:`resilient.observability.step_trace.parse_steps`). ``planner``, ``schedule``: what they use for the
     script's. ``network``: between two nodes, for each worker. ``tp_degree``: workers that share each microbatch;
-    None for what makes steps shortest. ``is_planned``: the job is known, and what its planner answered. ``tp_chunks``:
-    what they use for the script's; 0 for none."""
+    None for what makes steps shortest. ``sharding``: whether workers divide states. ``is_planned``: the job is known,
+    and what its planner answered. ``tp_chunks``: what they use for the script's; 0 for none."""
 
     node: int
     script: str
@@ -317,6 +317,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tp_chunks: int = 0
     network: Link = Link()
     tp_degree: int | None = 1
+    sharding: Sharding = Sharding.OFF
     is_planned: bool = False
 
 

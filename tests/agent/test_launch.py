@@ -129,6 +129,10 @@ def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path
             "got auto; give tp auto for pipelines of both kinds",
         ),
         (
+            {"planner": "auto", "shard": "on"},
+            "shard must be off for jobs with a planner (it decides which units are sharded), got on; leave it out",
+        ),
+        (
             {"tp": "2", "workers_per_node": 2, "schedule": "interleaved-1f1b"},
             "tp must be 1 for interleaved-1f1b, whose stages have one device each, got 2; leave it out, or choose "
             "another schedule",

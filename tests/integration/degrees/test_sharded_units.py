@@ -76,3 +76,13 @@ def test_rounds_in_which_a_worker_has_no_sample(tmp_path: Path) -> None:
         for step in traced_steps(run.directory)
     ]
     assert max(map(len, of_steps)) > 4, "several rounds of four units"
+
+
+def test_sharding_beside_the_planner_of_a_script_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    run = run_job(tmp_path, *JOB, *PLANNER, script=SCRIPT, nodes=2, workers_per_node=2, shard="on")
+    assert run.exit_code == 1
+    assert run.reason is not None
+    assert "be off for jobs with a planner (it decides which units are sharded), got on" in run.reason
+    told = "".join(log.read_text() for log in run.directory.rglob("*.log"))
+    assert "shard" in told
+    assert "profiling units" not in told
