@@ -61,7 +61,7 @@ def planned_job(
     if not usable:
         constraint = f"be at most the workers of a node, {cluster.devices_per_node}"
         raise ArgumentError("tp", constraint, tp_degree, "start more of them, or give a smaller one")
-    costs = costs.at_degrees(usable)
+    costs, cluster = costs.at_degrees(usable), replace(cluster, memory_bytes=job.memory_bytes)
     return profile, planning_of(job, costs, drawn.table, cluster, num_nodes, is_planned=is_planned)
 
 

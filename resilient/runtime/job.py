@@ -128,10 +128,17 @@ class Job(JobConfig):
             profile=profile,
             recipe=self.recipe(),
             num_steps=self.num_steps,
-            memory_bytes=_memory_bytes(self.device),
+            memory_bytes=self.memory_bytes,
             alike=alike,
             templates=templates,
         )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What training may use of the device's memory; None for no limit."""
+        if self.device.type != "cuda":
+            return None
+        return int(_USABLE_MEMORY * torch.cuda.mem_get_info(self.device)[1])
 
     def recipe(self) -> Recipe:
         """Return what decides the values that are trained."""
@@ -148,7 +155,3 @@ class Job(JobConfig):
             precision=self.precision,
             clip_grad_norm=self.clip_grad_norm,
         )
-
-
-def _memory_bytes(device: torch.device) -> int | None:
-    return int(_USABLE_MEMORY * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None

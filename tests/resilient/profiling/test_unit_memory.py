@@ -23,6 +23,7 @@ from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.pipelines.decision import template_of
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import in_order
+from resilient.profiling.planned_job import planned_job
 from resilient.profiling.unit_cells import draw_lengths
 from resilient.profiling.unit_costs import mean_profile, measure_units
 from resilient.runtime.batches import Batches
@@ -111,6 +112,24 @@ def once(run: Callable[[], object]) -> float:
     started = time.thread_time()
     run()
     return 1e7 * (time.thread_time() - started)
+
+
+def test_planner_is_asked_for_pipelines_that_a_device_holds(
+    measured: tuple[Job, CostModel, SampleTable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, costs, _ = measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("resilient.profiling.planned_job.job_unit_costs", lambda *_: costs)
+
+    def largest(memory_bytes: int | None) -> int:
+        monkeypatch.setattr(Job, "memory_bytes", property(lambda _: memory_bytes))
+        _, planning = planned_job(job, Cluster(), 2, lambda _: None)
+        return max(stage.memory_bytes for template in planning.templates for stage in template.stages)
+
+    unlimited = largest(None)
+    assert largest(unlimited - 1) < unlimited
+    with pytest.raises(ValueError, match=r"planner must have an answer .*memory_bytes must be >= "):
+        largest(unlimited // 3)
 
 
 def spread(dp: int = 1, tp: int = 1, llm: tuple[int, ...] = (3, 3)) -> dict[str, Parallelism]:
