@@ -128,7 +128,7 @@ def test_planner_is_asked_for_pipelines_that_a_device_holds(
 
     unlimited = largest(None)
     assert largest(unlimited - 1) < unlimited
-    with pytest.raises(ValueError, match=r"planner must have an answer .*memory_bytes must be >= "):
+    with pytest.raises(ValueError, match="planner must have an answer for one pipeline"):
         largest(unlimited // 3)
 
 
