@@ -78,7 +78,7 @@ def test_odd_copy_of_which_only_another_holder_tells_is_made_anew_too() -> None:
 
 
 def test_odd_copies_of_who_has_no_place_change_nothing() -> None:
-    """Only workers that have a place compare, with each other: who is getting ready has none, as who was never there."""
+    """Only workers that have a place compare: who is getting ready has none, as who was never there."""
     job = three_copies()
     node = job.connect()
     before = len(job.records)
