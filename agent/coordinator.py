@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 
 from resilient.agent.agents import Agents
-from resilient.agent.entrance import Entrance, read_body
+from resilient.agent.entrance import Entrance, check_live, read_body
 from resilient.agent.journal.event_writer import EventWriter
 from resilient.agent.journal.inheritance import inherit
 from resilient.agent.journal.stimulus_log import StimulusLog, heard_counts, read_stimuli
@@ -42,7 +42,6 @@ from resilient.observability.metrics import CONTENT_TYPE
 from resilient.protocol.messages import Departure, Injection, Shutdown
 from resilient.protocol.phases import check_phase
 from resilient.state.manifest import write_manifest
-from resilient.templates.common.words import listed
 from resilient.templates.replan.replan import warm_up
 from resilient.templates.replan.schedule_choice import choose_and_prepare
 
@@ -371,7 +370,7 @@ class Coordinator:
                 check_phase(injection.at_phase)
             except ArgumentError as error:
                 raise web.HTTPBadRequest(text=str(error)) from None
-        self._check_live(injection.node)
+        check_live(injection.node, self._machine.members, is_over=self._stopped.done())
         num_workers = self._machine.members[injection.node].num_workers
         if injection.worker_only and not 0 <= injection.worker < num_workers:
             there = f"0 to {num_workers - 1} on node {injection.node}"
@@ -381,14 +380,9 @@ class Coordinator:
 
     async def _serve_leave(self, request: web.Request) -> web.Response:
         departure = await read_body(request, Departure)
-        self._check_live(departure.node)
+        check_live(departure.node, self._machine.members, is_over=self._stopped.done())
         self.feed(ev.NodeLeaving(node=departure.node, reason="asked to leave"))
         return web.json_response({})
-
-    def _check_live(self, node: int) -> None:
-        if node not in self._machine.members:
-            live = listed(sorted(self._machine.members))
-            raise web.HTTPNotFound(text=f"node must be one of the live nodes [{live}], got {node}")
 
 
 def _written(wanted: ev.WriteManifest) -> ev.ManifestWritten | ev.ManifestFailed:

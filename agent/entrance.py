@@ -15,6 +15,7 @@ import socket
 import ssl
 import time
 from collections import deque
+from collections.abc import Collection
 from traceback import clear_frames
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from aiohttp.http import HttpProcessingError
 
 from resilient.common.network.ports import listen
 from resilient.common.processes import allow_many_files
+from resilient.templates.common.words import listed
 
 logger = logging.getLogger(__name__)
 
@@ -280,3 +282,22 @@ async def read_body(request: web.Request, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(await request.read(), type=kind)
     except msgspec.DecodeError as error:
         raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None
+
+
+def check_live(node: int, live: Collection[int], *, is_over: bool) -> None:
+    """Check that a request's node is there.
+
+    Args:
+        node: Its number.
+        live: Those that are.
+        is_over: Whether the job has ended, of whose nodes the last may yet be leaving.
+
+    Raises:
+        web.HTTPNotFound: It is not.
+    """
+    if is_over:
+        raise web.HTTPNotFound(text="the job is over")
+    if not live:
+        raise web.HTTPNotFound(text=f"node must be a live one, got {node}; no node is connected")
+    if node not in live:
+        raise web.HTTPNotFound(text=f"node must be one of the live nodes [{listed(sorted(live))}], got {node}")

@@ -69,8 +69,8 @@ class LaunchOptions:
         heartbeat_s: Silence after which a connection to a node counts as broken.
         orphan_s: How long nodes train on without a coordinator, and it waits for all of them when none is heard of.
         grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
-        wait_for_nodes_s: How long a job of which too few nodes are left waits for others to connect, before it stops
-            with a checkpoint; 0 for not at all.
+        wait_for_nodes_s: How long a job of which too few nodes are left, after some went away, waits for others to
+            connect, before it stops with a checkpoint; 0 for not at all. One that begins with too few does not wait.
         injections: Failures to cause.
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
         trace_steps: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.

@@ -139,7 +139,8 @@ def run_job(
         failures: What to kill, and when (:func:`fail_at`).
         resume: A checkpoint folder to begin from.
         heartbeat_s: Seconds of silence after which a node counts as lost.
-        wait_for_nodes_s: Seconds in which others may join when too few nodes are left; 0 for stopping at once.
+        wait_for_nodes_s: Seconds in which others may join when nodes went away and too few are left; 0 for stopping at
+            once, as a job does in any case that begins with too few.
         act: Called with every event while the job runs, to add nodes, remove or interrupt; it must not block.
 
     Raises:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from resilient.observability.event_log import killed_worker
 from resilient.protocol.fault_injection import record_of
 from resilient.protocol.messages import Injection
 
@@ -65,4 +66,5 @@ def _took(left: list[dict[str, Any]], wanted: dict[str, Any]) -> bool:
 
 def _meets(caused: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Return whether a failure is the one that was wanted; one without a step may come in any."""
-    return all(caused[name] == value for name, value in wanted.items() if (name, value) != ("step", None))
+    told = {**caused, "worker": killed_worker(caused)}
+    return all(told[name] == value for name, value in wanted.items() if (name, value) != ("step", None))

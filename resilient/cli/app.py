@@ -7,6 +7,9 @@ is no checkpoint; 130 interrupted.
 
 from __future__ import annotations
 
+from importlib import metadata
+from typing import Annotated
+
 import typer
 
 from resilient.cli import agent, run
@@ -24,7 +27,32 @@ from resilient.cli.shared.renamed_options import CommandWithOldOptions
 from resilient.cli.shared.standard_output import Commands
 from resilient.cli.simulate.command import simulate_command
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False)
+
+
+def _show_version(wanted: bool) -> None:
+    """Print the versions of this package and of torch, which is not imported for that, and end."""
+    if wanted:
+        typer.echo(f"resilient {_version('resilient-train')}, torch {_version('torch')}")
+        raise typer.Exit
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from its sources, say
+        return "(not installed)"
+
+
+@app.callback(help=__doc__)
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
+) -> None:
+    """Take the options of all commands together."""
+
+
 app.command(cls=CommandWithOldOptions, context_settings=script_options.CONTEXT, help=run.RUN_HELP)(run.run)
 app.command(help=agent.AGENT_HELP)(agent.agent)
 app.command(context_settings=script_options.CONTEXT)(profile)

@@ -52,10 +52,12 @@ def _shown(told: Mapping[str, Any]) -> Group:
     counts = Counter(state for _, state, _ in rows)
     loss = "none yet" if told["loss"] is None else f"{told['loss']:.6g}{losses_in_words(told)}"
     skipped = f", {told['num_skipped']} skipped" if told["num_skipped"] else ""
+    generation, pipelines = told["generation"], counted(len(told["pipelines"]), "pipeline")
+    states = f" ({', '.join(f'{number} {state}' for state, number in counts.items())})" if rows else ""
     lines = [
         f"{told['phase']}: step {told['step']}{skipped}, loss {loss}",
-        f"generation {told['generation']}: {counted(len(told['pipelines']), 'pipeline')} on "
-        f"{counted(len(rows), 'node')} ({', '.join(f'{number} {state}' for state, number in counts.items())})",
+        (f"generation {generation}: {pipelines} on " if generation else "no generation yet: ")
+        + f"{counted(len(rows), 'node')}{states}",
     ]
     shown = rows if len(rows) <= _MOST_NODES else [row for row in rows if row[1] != "training"]
     table = plain_table("node", "host", "state", "pipeline", "processor", "memory", left=("host", "state"))

@@ -141,7 +141,11 @@ def run(
         typer.Option(help="Time from the first Ctrl-C or SIGTERM to the end, for the running step and a checkpoint."),
     ] = 120.0,
     wait_for_nodes_s: Annotated[
-        float, typer.Option(help="Time for others to join when too few nodes are left; 0 for stopping at once.")
+        float,
+        typer.Option(
+            help="Time for others to join when nodes went away and too few are left; 0 for stopping at once. A job "
+            "that begins with too few --nodes stops at once in any case."
+        ),
     ] = 10.0,
     inject: Annotated[
         list[str] | None,

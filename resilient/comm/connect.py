@@ -62,6 +62,7 @@ def connect(
 
     # A peer that dies while groups connect leaves the constructor waiting for its timeout. So a thread of its own
     # builds; when interrupted it is left behind, and what it still gets done is dropped: its keys are never used again.
+    # A first sum, of ranks that are not all connected, it gives up.
     def build() -> None:
         try:
             connection = store_client.take(store_address, timeout_s)
@@ -79,6 +80,7 @@ def connect(
                 pairs=pairs,
                 ports=ports,
                 on_group=on_group,
+                aborted=left_behind,
             )
             if gloo.own_gpus:
                 interrupted.put(on_devices(gloo, store))  # NCCL goes on using the store

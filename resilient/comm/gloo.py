@@ -125,6 +125,7 @@ class GlooCommunicator:
         pairs: Ranks that may send each other tensors, at least this one's.
         ports: The range that channels listen in, "" for any port; gloo itself cannot be told.
         on_group: Called before each group is made.
+        aborted: Set once nobody wants this any more, also while it is being built; by :meth:`abort`, or by others.
     """
 
     def __init__(
@@ -142,13 +143,14 @@ class GlooCommunicator:
         pairs: Iterable[tuple[int, int]] = (),
         ports: str = "",
         on_group: Callable[[], None] = lambda: None,
+        aborted: threading.Event | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.on_devices = False
         self.num_ranks = size + num_sources
         self._generation = generation
-        self._aborted = threading.Event()
+        self._aborted = aborted or threading.Event()
         self._waiter = _Waiter()
         self._exchanges: dict[Group, int] = {}
         # torch reads it with the first group of the process: its record of the last 2000 operations, and of every group

@@ -118,6 +118,14 @@ def was_skipped(step: Event) -> bool:
     return step.get("skipped", False)
 
 
+def killed_worker(injected: Event) -> int | None:
+    """Return the local rank of the worker that was to be killed; None where its node was.
+
+    Records of versions that killed no other than the first do not name it.
+    """
+    return injected.get("worker", 0) if injected["worker_only"] else None
+
+
 def steps_of(events: Sequence[Event]) -> dict[int, Event]:
     """Return the committed steps by number; of a step reported twice (redone) the last report counts."""
     steps = {event["step"]: event for event in events if event["kind"] == "step"}

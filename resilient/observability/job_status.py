@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilient.observability.event_log import Event, loss_of, was_skipped
+from resilient.observability.event_log import Event, killed_worker, loss_of, was_skipped
 from resilient.observability.run_report import build_run_report
 from resilient.observability.wording import duration, lost_work, recovery_parts, schedule_in_words, standby_in_words
 from resilient.templates.common.words import counted, listed
@@ -315,7 +315,8 @@ def recovery_in_words(recovery: dict[str, Any]) -> str:
 
 def _injection(event: Event) -> tuple[str, str]:
     """Return who is killed by an injection, and where."""
-    what = f"worker {event['worker']} of node {event['node']}" if event["worker_only"] else f"node {event['node']}"
+    worker = killed_worker(event)
+    what = f"node {event['node']}" if worker is None else f"worker {worker} of node {event['node']}"
     where = f" in phase {event['phase']}" if event["phase"] else ""
     if event["step"]:
         where += f" {'of' if where else 'in'} step {event['step']}"

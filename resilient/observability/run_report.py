@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient.common.files import write_whole
-from resilient.observability.event_log import Event, read_events, steps_of, was_skipped
+from resilient.observability.event_log import Event, killed_worker, read_events, steps_of, was_skipped
 from resilient.observability.planned_steps import differences, planned_steps
 from resilient.observability.run_comparison import NOT_COMPARED, compare_runs
 from resilient.observability.step_trace import traced_steps
@@ -313,7 +313,8 @@ def _checkpoints(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _injection(event: Event) -> dict[str, Any]:
-    return {name: event[name] for name in ("node", "phase", "step", "worker_only", "worker")}
+    told = {name: event[name] for name in ("node", "phase", "step", "worker_only")}
+    return {**told, "worker": killed_worker(event)}
 
 
 def _exit(events: Sequence[Event]) -> dict[str, Any]:

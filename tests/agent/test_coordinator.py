@@ -225,7 +225,7 @@ def test_injection_over_http_reaches_the_agent(tmp_path: Path) -> None:
         ("{}", 400, "cannot read the injection: "),
         ('{"node": "0"}', 400, "cannot read the injection: "),
         ('{"node": 0, "at_phase": "lunch"}', 400, "phase must be one of forward, send"),
-        ('{"node": 5}', 404, r"node must be one of the live nodes \[\], got 5"),
+        ('{"node": 5}', 404, "node must be a live one, got 5; no node is connected"),
     ],
 )
 def test_bad_injection_is_explained(tmp_path: Path, body: str, status: int, text: str) -> None:
@@ -252,7 +252,7 @@ def test_departure_asked_for_over_http_is_announced(tmp_path: Path) -> None:
     ("body", "status", "text"),
     [
         ('{"node": 0.5}', 400, "cannot read the departure: "),
-        ('{"node": 5}', 404, r"node must be one of the live nodes \[\], got 5"),
+        ('{"node": 5}', 404, "node must be a live one, got 5; no node is connected"),
     ],
 )
 def test_bad_departure_is_explained(tmp_path: Path, body: str, status: int, text: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from resilient.agent.journal.injection_log import InjectionLog
@@ -71,3 +73,12 @@ def test_a_failure_is_only_the_one_that_was_wanted(tmp_path: Path, wanted: Injec
     died(tmp_path / "injections.jsonl", 1, 3, "commit")
     log.read()
     assert bool(log.missed()) == is_missed
+
+
+@pytest.mark.parametrize("worker_only", [False, True])
+def test_records_of_versions_that_killed_first_workers_only_are_read(tmp_path: Path, worker_only: bool) -> None:
+    path = tmp_path / "injections.jsonl"
+    path.write_text(json.dumps({"node": 1, "phase": "commit", "step": 3, "worker_only": worker_only}) + "\n")
+    log = InjectionLog(path, [FIRST, msgspec.structs.replace(FIRST, worker_only=True)])
+    log.read()
+    assert [each["worker_only"] for each in log.missed()] == [not worker_only]

@@ -77,6 +77,18 @@ def test_odd_copy_of_which_only_another_holder_tells_is_made_anew_too() -> None:
     assert not any(state in odd.get(source, ()) for source, state in sources)
 
 
+def test_odd_copies_of_who_has_no_place_change_nothing() -> None:
+    """Only workers that have a place compare: who is getting ready has none, as who was never there."""
+    job = three_copies()
+    node = job.connect()
+    before = len(job.records)
+    for stranger in (witness(node, 0), witness(9, 0), witness(1, 1)):
+        odd = {witness(1, 0): ("layer.1",), stranger: ("layer.1",)}
+        job.say((1, 0), Dropped(generation=1, step=1, odd=odd))
+    assert job.machine.phase is Phase.RUNNING
+    assert len(job.records) == before
+
+
 def test_dropped_copy_does_not_wait_for_the_boundary_that_others_wait_for() -> None:
     job = three_copies()
     job.ready(job.connect())

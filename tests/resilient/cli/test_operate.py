@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from resilient.agent.membership import lifecycle
+from resilient.agent.membership.parts.events import StopWanted
 from resilient.agent.network.conversation import Hello
 from resilient.cli import operate
 from resilient.common.job_certificate import client_context
@@ -73,6 +74,17 @@ def test_of_many_nodes_those_that_train_are_counted(tmp_path: Path, monkeypatch:
     with_coordinator(tmp_path, scenario)
 
 
+def test_job_that_waits_for_its_nodes_has_no_generation(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        lines = (await _said("status", "--run", str(tmp_path)))[1].splitlines()
+        assert lines == ["starting: step 0, loss none yet", "no generation yet: 0 nodes"]
+        await served.connect()
+        lines = (await _said("status", "--run", str(tmp_path)))[1].splitlines()
+        assert lines[1] == "no generation yet: 1 node (1 getting ready)"
+
+    with_coordinator(tmp_path, scenario)
+
+
 def test_drained_nodes_leave(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await make_ready(served, max_failures=0)
@@ -82,6 +94,21 @@ def test_drained_nodes_leave(tmp_path: Path) -> None:
         exit_code, text = await _said("drain", "7", "--run", str(tmp_path))
         assert exit_code == 2
         assert "node must be one of the live nodes [0, 1], got 7" in text
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_job_that_is_over_has_no_nodes_to_drain_or_kill(tmp_path: Path) -> None:
+    """Its last nodes may yet be leaving."""
+
+    async def scenario(served: Served) -> None:
+        await make_ready(served, max_failures=0)
+        await served.event("generation")
+        served.coordinator.feed(StopWanted(exit_code=1, reason="enough"))
+        for command in (("drain", "1"), ("inject", "kill", "--node", "1")):
+            exit_code, text = await _said(*command, "--run", str(tmp_path))
+            assert exit_code == 2
+            assert "the job is over" in text
 
     with_coordinator(tmp_path, scenario)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
-from resilient.comm import Communicator, GlooCommunicator, StoreClient, grid
+from resilient.comm import Communicator, GlooCommunicator, StoreClient, StoreHost, connect, grid
 from resilient.comm.grid import WIDEST, GridLine, grid_lines
 from resilient.comm.interface import Group
 from resilient.comm.store_client import GenerationStore, StoreConnection
@@ -224,3 +226,41 @@ def test_failed_sum_keeps_no_groups_and_threads_without_the_collector(
         if thread.name in ("channels", "gloo-sums"):
             thread.join(timeout=60)
             assert not thread.is_alive(), thread.name
+
+
+def test_interrupted_connect_ends_in_its_first_sum_and_so_do_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hangs up: the last rank has met all, and stands still before it sums."""
+    monkeypatch.setattr(grid, "WIDEST", 2)
+    host, add_up, goes_on = StoreHost(HOST, SECRET), GlooCommunicator._sum, threading.Event()
+    interrupted: list[queue.SimpleQueue[object]] = [queue.SimpleQueue() for _ in range(3)]
+    building: queue.SimpleQueue[tuple[int, threading.Thread]] = queue.SimpleQueue()
+
+    def stand_still_or_add_up(comm: GlooCommunicator, value: float) -> float:
+        building.put((comm.rank, threading.current_thread()))
+        if comm.rank == 2:
+            goes_on.wait()
+        return add_up(comm, value)
+
+    monkeypatch.setattr(GlooCommunicator, "_sum", stand_still_or_add_up)
+
+    def meet(rank: int) -> str:
+        with pytest.raises(CommunicationError) as error:
+            connect(
+                generation=7, rank=rank, size=3, groups=[], store_address=host.address,
+                store_client=StoreClient(SECRET), host=HOST, timeout_s=600.0, interrupted=interrupted[rank],
+                device=torch.device("cpu"),
+            )  # fmt: skip
+        return str(error.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        meeting = [pool.submit(meet, rank) for rank in range(3)]
+        threads = dict(building.get() for _ in range(3))
+        for wanted in interrupted:
+            wanted.put("membership changed")
+        for rank, told in enumerate(meeting):
+            assert told.result() == f"rank {rank}: groups were not built: membership changed (generation 7)"
+    for rank in (0, 1):
+        threads[rank].join(timeout=60)
+    still = [rank for rank in (0, 1) if threads[rank].is_alive()]
+    goes_on.set()
+    assert still == []

@@ -121,6 +121,15 @@ def test_plain_view_tells_of_failures_that_were_never_caused() -> None:
     assert "worker 1 of node 2 was never killed in step 15, as was wanted: the job ended before" in text
 
 
+def test_plain_view_reads_records_of_versions_that_killed_first_workers_only() -> None:
+    run = failure_and_join()
+    for worker_only in (False, True):
+        run.add(9000, "not_injected", node=2, phase=None, step=15, worker_only=worker_only)
+    text = plain_text(run.events)
+    assert text.count("node 2 was never killed in step 15, as was wanted") == 2
+    assert "worker 0 of node 2 was never killed in step 15, as was wanted" in text
+
+
 def test_plain_view_tells_how_another_machine_joins_and_who_is_slow() -> None:
     run = Run()
     run.add(0, "listening", address="10.0.0.5:29400")

@@ -388,3 +388,12 @@ def test_failures_that_were_wanted_and_never_caused_are_listed() -> None:
     assert build_run_report(run.events)["not_injected"] == [
         {"node": 7, "phase": None, "step": 12, "worker_only": False, "worker": None}
     ]
+
+
+@pytest.mark.parametrize(("worker_only", "worker"), [(False, None), (True, 0)])
+def test_records_of_versions_that_killed_first_workers_only_are_read(worker_only: bool, worker: int | None) -> None:
+    run = failure_and_join()
+    run.add(9000, "not_injected", node=7, phase=None, step=12, worker_only=worker_only)
+    assert build_run_report(run.events)["not_injected"] == [
+        {"node": 7, "phase": None, "step": 12, "worker_only": worker_only, "worker": worker}
+    ]
