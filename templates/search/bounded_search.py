@@ -138,11 +138,8 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
     holds least. Messages are not counted, and a stage holds no more than one that begins earlier may, so that a later
     start always allows a later end.
     """
-    sums, devices, counts, lightest = tables.sums, tables.devices, tables.fewest, tables.lightest
-    num_layers, size = sums.shape[3] - 1, len(counts) - 1
-    fitting = tables.ends[1].copy()
-    for i in range(1, num_layers):
-        fitting[:, i] = np.maximum(fitting[:, i], fitting[:, i - 1])
+    sums, farthest, devices, counts = tables.sums, tables.farthest, tables.devices, tables.fewest
+    lightest, num_layers, size = tables.lightest, sums.shape[3] - 1, len(counts) - 1
     band = np.empty((num_devices + 1, 4), dtype=np.int64)
     for e in range(num_devices + 1):
         band[e, 0] = num_layers + 1
@@ -155,8 +152,8 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
             rest = e - devices[q]
             if devices[q] <= (e - 1) % size + 1 and band[e, 1] >= 0 and band[rest, 2] < num_layers:
                 i = j = min(band[e, 1], num_layers - 1)
-                farthest = fitting[q, i, band[rest, 3] + 1]
-                while j < farthest and sums[0, 0, q, j + 1] <= sums[0, 0, q, i] + bound:
+                fitting = farthest[q, i, band[rest, 3] + 1]
+                while j < fitting and sums[0, 0, q, j + 1] <= sums[0, 0, q, i] + bound:
                     j += 1
                 band[rest, 1] = max(band[rest, 1], j)
     band[0, 0] = num_layers
@@ -166,7 +163,7 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
             if devices[q] <= (e - 1) % size + 1 and band[rest, 0] <= num_layers and band[rest, 2] < num_layers:
                 i = j = band[rest, 0]
                 while i > 0 and sums[0, 0, q, i - 1] >= sums[0, 0, q, j] - bound:
-                    if fitting[q, i - 1, band[rest, 3] + 1] < j:
+                    if farthest[q, i - 1, band[rest, 3] + 1] < j:
                         break
                     i -= 1
                 band[e, 0] = min(band[e, 0], i)
@@ -244,7 +241,9 @@ def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[
                         stages = (labels[k] & COUNT) + 1
                         again = int(j > max(ends[0, q, i, stages], next_backward[i]))
                         if j > min(ends[1, q, i, stages], reach[again, into, q, i]):
-                            continue
+                            if all_numbers:
+                                continue
+                            break
                         total = labels[k] + sums[again, first, q, j] - sums[again, 0, q, i] + send[into, q, i] + 1
                         least[stages] = min(least[stages], total)
                         most = max(most, stages)

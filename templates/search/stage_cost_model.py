@@ -64,6 +64,7 @@ class Tables(NamedTuple):
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
         ends: Ends of stages that fit in memory with activations kept, or with those or checkpoints, by how much is in
             flight. [2, D, L, L + 1]
+        farthest: Of stages that begin with a layer, or before it, the last end with those or checkpoints. [D, L, L + 1]
         fewest: Least number of stages that use x devices of a node; L + 1 where none can. [M + 1]
         lightest: Of these numbers the one with which a stage before holds least: the least, or the greatest where
             gradients wait, which do so of more rounds the later a stage is. [M + 1]
@@ -74,6 +75,7 @@ class Tables(NamedTuple):
     send: CostTable
     next_backward: CostTable
     ends: CostTable
+    farthest: CostTable
     fewest: CostTable
     lightest: CostTable
 
@@ -187,12 +189,14 @@ class StageCosts:
         sync = np.array(self._sync, dtype=np.int64) * with_sync
         sums = np.stack([np.stack([times, times + sync]) for times in (work, work + forward)])
         fewest, most = np.array(self._numbers, dtype=np.int64).T.copy()
+        ends = self._reach.ends(in_flight)
         return Tables(
             devices=np.array([option.num_devices for option in self.options], dtype=np.int64),
             sums=sums << STAGE_BITS,
             send=np.array(self._send, dtype=np.int64) << STAGE_BITS,
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
-            ends=self._reach.ends(in_flight),
+            ends=ends,
+            farthest=np.maximum.accumulate(ends[1], axis=1),
             fewest=fewest,
             lightest=most if in_flight is not None and in_flight.deferred else fewest,
         )
