@@ -24,6 +24,7 @@ from resilient.models.layer import Activations, Batch
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
 from resilient.pipeline import stage
 from resilient.runtime.batches import Batches
+from resilient.runtime.job import Job
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.search.stage_cost_model import StageCosts
 from resilient.trainer import Trainer
@@ -204,7 +205,7 @@ def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits
     alone = partial(StageCosts(problem).stage, 0, len(profile.layers), 0, 0, 1)
     kept, again = (alone(checkpointing=each).memory_bytes for each in (False, True))
     assert again < kept
-    monkeypatch.setattr("resilient.runtime.job._memory_bytes", lambda device: again)
+    monkeypatch.setattr(Job, "memory_bytes", property(lambda _: again))
     runs_again = Mock(wraps=stage.checkpoint)
     monkeypatch.setattr(stage, "checkpoint", runs_again)
     narrow = make_trainer(model=model)
