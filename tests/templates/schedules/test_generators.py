@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +19,8 @@ from resilient.templates.schedules.kind import (
     most_in_flight,
 )
 from resilient.templates.schedules.schedule import Action, Op, Schedule
-from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.schedules.validator import validate
+from tests.templates.jobs import most_of_chunks
 
 FOUR_STAGES_EIGHT_MICROBATCHES = """
 0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0F3 0SEND_F3 0RECV_B0 0B0 0F4 0SEND_F4 0RECV_B1 0B1 0F5 0SEND_F5 0RECV_B2 0B2
@@ -152,11 +151,7 @@ def test_gradients_wait_of_as_many_microbatches_as_memory_is_planned_for(
 ) -> None:
     num_chunks = chunks_of(kind, num_chunks)
     schedule = generate(kind, num_rows, num_microbatches, num_chunks=num_chunks)
-    row_of, counted = np.array(schedule.graph.row_of), np.zeros((num_rows, num_chunks), dtype=np.int64)
-    for chunk in range(num_chunks):
-        one = (np.arange(len(row_of)) // num_rows == chunk).astype(int)
-        costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, deferred_bytes=one)
-        counted[:, chunk] = simulate(schedule, costs).peak_bytes
+    counted = most_of_chunks(schedule, num_chunks, "deferred_bytes")
     for more in (0, 1, 100):
         assert (counted <= most_deferred(kind, num_rows, num_chunks, num_microbatches + more)).all()
     if kind not in CHUNK_KINDS:

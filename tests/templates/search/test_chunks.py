@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +21,7 @@ from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search import chunks
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
-from tests.templates.jobs import MIB, enough_nodes, problems, profile, schedule_alone
+from tests.templates.jobs import MIB, enough_nodes, most_of_chunks, problems, profile, schedule_alone
 from tests.templates.search.every_cut import every_cut, uneven_job
 from tests.templates.search.stage_bytes import StageBytes
 from tests.templates.simulated_steps import simulate_template
@@ -58,11 +57,7 @@ def test_no_number_of_microbatches_keeps_more_of_a_chunk_in_flight(
 ) -> None:
     num_chunks = chunks_of(kind, num_chunks)
     schedule = generate(kind, num_rows, most, num_chunks=num_chunks)
-    row_of, counted = np.array(schedule.graph.row_of), np.zeros((num_rows, num_chunks), dtype=np.int64)
-    for chunk in range(num_chunks):
-        one = (np.arange(len(row_of)) // num_rows == chunk).astype(int)
-        costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=one)
-        counted[:, chunk] = simulate(schedule, costs).peak_bytes
+    counted = most_of_chunks(schedule, num_chunks, "activation_bytes")
     for more in (0, 1, 100):
         assert (counted <= chunks_in_flight(kind, num_rows, num_chunks, most + more)).all()
 
