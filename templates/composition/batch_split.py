@@ -56,9 +56,15 @@ class LineTable(NamedTuple):
     slowest: Ints
     round_size: Ints
 
-    def rows(self, indices: Sequence[int]) -> LineTable:
+    def rows(self, indices: Sequence[int] | Ints) -> LineTable:
         """Return a table of some of the rows, in this order."""
-        return LineTable(*(column[list(indices)] for column in self))
+        chosen = np.asarray(indices)
+        return LineTable(*(column[chosen] for column in self))
+
+    def with_lines(self, more: Sequence[Line]) -> LineTable:
+        """Return the table with rows of one line each behind it."""
+        added = np.array(more, dtype=np.int64).T[:, :, None].repeat(self.fill.shape[1], axis=2)
+        return LineTable(*map(np.concatenate, zip(self, added, strict=True)))
 
     def capacities(self, tau_ns: int) -> Ints:
         """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
@@ -138,10 +144,6 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
     microbatch, the second latest finish is as early as can be after that, and so on. Of pipelines for which that leaves
     the choice, earlier ones get more.
 
-    Below the least time by which all microbatches can be done, every pipeline has time for a number that is then
-    fixed; the few that are left over go to pipelines that finish exactly at that time with a round more. Those of them
-    with the largest rounds take it, and of these those that would finish latest without it.
-
     Args:
         pipelines: The pipelines.
         num_microbatches: Of the step.
@@ -149,34 +151,39 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
     Raises:
         ValueError: There are no pipelines, or more pipelines than microbatches.
     """
-    if not pipelines or num_microbatches < len(pipelines):
-        raise ArgumentError(
-            "num_microbatches",
-            "be at least the number of pipelines, one or more",
-            f"{num_microbatches} for {len(pipelines)}",
-            "raise the global batch, lower the microbatch, or make fewer pipelines",
-        )
     # Pipelines with the same lines get through the same number, so only one of them is looked at.
     kinds = {id(of): of for of in pipelines}
     numbers = dict(zip(kinds, range(len(kinds)), strict=True))
-    kind = np.array([numbers[id(of)] for of in pipelines])
-    table = line_table(list(kinds.values()))
-    num_each = np.bincount(kind)
-    # Imported late: it loads numba, and most processes that import the planner never split a batch.
-    from resilient.templates.composition.split_time import least_split_ns
+    table = line_table(list(kinds.values()) or [(Line(0, 1),)])
+    return tuple(split_rows(table, np.array([numbers[id(of)] for of in pipelines]), num_microbatches).tolist())
 
-    step_ns = least_split_ns(*table, num_each, num_microbatches, finish_ns(pipelines[0], num_microbatches))
-    least = np.maximum(table.capacities(step_ns - 1), 1)
-    more = np.maximum(table.capacities(step_ns) - least, 0)
-    without = (table.fill + -(-least[:, None] // table.round_size) * table.slowest).min(axis=1)
-    counts, candidates = least[kind], np.flatnonzero(more[kind])
-    # What completes a round that ends then anyway costs nothing.
-    of = kind[candidates]
-    ordered = candidates[np.lexsort((-without[of], -more[of], without[of] < step_ns))]
-    most = more[kind[ordered]]
-    left_over = num_microbatches - int(counts.sum()) - (np.cumsum(most) - most)
-    counts[ordered] += np.clip(left_over, 0, most)
-    return tuple(counts.tolist())
+
+def split_rows(table: LineTable, rows: Ints, num_microbatches: int) -> Ints:
+    """Return :func:`split_microbatches` of pipelines whose lines are in a table. [pipelines]
+
+    Below the least time by which all microbatches can be done, every pipeline has time for a number that is then
+    fixed; the few that are left over go to pipelines that finish exactly at that time with a round more. Those of them
+    with the largest rounds take it, and of these those that would finish latest without it.
+
+    Args:
+        table: The lines.
+        rows: The row of each pipeline.
+        num_microbatches: Of the step.
+
+    Raises:
+        ValueError: As there.
+    """
+    if not len(rows) or num_microbatches < len(rows):
+        raise ArgumentError(
+            "num_microbatches",
+            "be at least the number of pipelines, one or more",
+            f"{num_microbatches} for {len(rows)}",
+            "raise the global batch, lower the microbatch, or make fewer pipelines",
+        )
+    # Imported late: it loads numba, and most processes that import the planner never split a batch.
+    from resilient.templates.composition.split_time import split
+
+    return split(*table, rows, num_microbatches)
 
 
 @lru_cache(maxsize=16)

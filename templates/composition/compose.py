@@ -212,32 +212,7 @@ class _Knapsack:
 
     def _composition(self, tau_ns: int) -> tuple[int, ...]:
         """Return the best composition, descending."""
-        from resilient.templates.composition.knapsack import most_worth
+        from resilient.templates.composition.knapsack import best_sizes
 
-        each = self._capacity(tau_ns)
-        left, least, nodes = self._most_pipelines, self._min_pipelines, self._num_nodes
-        chosen: list[int] = []
-        worth = _most(each, left, least, nodes)
-        while nodes:
-            # The largest size with which all others can be worth as much as is missing then.
-            sizes = np.arange(self._smallest, min(len(each) - 1, nodes) + 1)
-            others = most_worth(each, left - 1, max(least - 1, 0), nodes - int(sizes[-1]), nodes - self._smallest)[::-1]
-            size = int(sizes[each[sizes] + others == worth][-1])
-            each = each[: size + 1]
-            low, high = 1, min(left, nodes // size)
-            while low < high:
-                count = (low + high + 1) // 2
-                rest = _most(each, left - count, max(least - count, 0), nodes - count * size)
-                low, high = (count, high) if count * int(each[size]) + rest == worth else (low, count - 1)
-            chosen += [size] * low
-            left, least, nodes = left - low, max(least - low, 0), nodes - low * size
-            worth -= low * int(each[size])
-        return tuple(chosen)
-
-
-def _most(each: Ints, most: int, least: int, num_nodes: int) -> int:
-    """Return what ``least`` to ``most`` pipelines are worth at most, of ``num_nodes`` nodes in total."""
-    # Imported late: it loads numba, and most processes that import the planner never compose.
-    from resilient.templates.composition.knapsack import most_worth
-
-    return int(most_worth(each, most, least, num_nodes, num_nodes)[0])
+        bounds = self._most_pipelines, self._min_pipelines, self._num_nodes
+        return tuple(best_sizes(self._capacity(tau_ns), self._smallest, *bounds).tolist())

@@ -92,6 +92,42 @@ def is_enough(asked: Composed, tau_ns: int) -> bool:
 
 
 @compiled
+def best_sizes(each: Ints, smallest: int, most: int, least: int, num_nodes: int) -> Ints:
+    """Return the sizes, descending, of pipelines that are worth most; the largest ones, where that leaves the choice.
+
+    Args:
+        each: What one of each number of nodes is worth, from 0 on; :data:`IMPOSSIBLE` for 0.
+        smallest: The smallest size.
+        most: The most pipelines.
+        least: The fewest.
+        num_nodes: Of all of them together.
+    """
+    left, nodes, number = most, num_nodes, 0
+    chosen, worth = np.empty(most, dtype=np.int64), IMPOSSIBLE
+    while nodes:
+        # The largest size with which all others can be worth as much as is missing then.
+        size = largest = min(len(each) - 1, nodes)
+        others = most_worth(each, left - 1, max(least - 1, 0), nodes - largest, nodes - smallest)
+        if nodes == num_nodes:
+            worth = (each[smallest : largest + 1][::-1] + others).max()
+        while each[size] + others[largest - size] != worth:
+            size -= 1
+        each = each[: size + 1]
+        low, high = 1, min(left, nodes // size)
+        while low < high:
+            count = (low + high + 1) // 2
+            rest = most_worth(each, left - count, max(least - count, 0), nodes - count * size, nodes - count * size)[0]
+            if count * each[size] + rest == worth:
+                low = count
+            else:
+                high = count - 1
+        chosen[number : number + low] = size
+        left, least, nodes, number = left - low, max(least - low, 0), nodes - low * size, number + low
+        worth -= low * each[size]
+    return chosen[:number]
+
+
+@compiled
 def most_worth(each: Ints, most: int, least: int, first: int, last: int) -> Ints:
     """Return what ``least`` to ``most`` pipelines are worth at most, by their nodes: from ``first`` to ``last``.
 

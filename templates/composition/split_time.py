@@ -1,33 +1,95 @@
-"""When a split of a step's microbatches is over. Import it where it is needed: it loads numba."""
+"""The split of a step's microbatches over pipelines. Import it where it is needed: it loads numba."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
 
+_NEVER = 1 << 62
+"""More than any time."""
+
 
 @compiled
-def least_split_ns(
-    fill: Ints, slowest: Ints, round_size: Ints, num_each: Ints, num_microbatches: int, high: int
-) -> int:
-    """Return the least time in which pipelines get through all microbatches, at least one each, or ``high``.
+def split(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatches: int) -> Ints:
+    """Return the microbatches of each pipeline, as :func:`.batch_split.split_rows` says.
 
     Args:
-        fill: Of the lines (:mod:`.batch_split`) of each kind of pipeline. [kinds, lines]
+        fill: Of the lines (:mod:`.batch_split`) that there are. [rows, lines]
         slowest: Likewise.
         round_size: Likewise.
-        num_each: How many pipelines of each kind there are. [kinds]
-        num_microbatches: Of all of them together.
-        high: A time that is enough. What they do changes only when a layout is done with one round more.
+        rows: The row of each pipeline, one or more.
+        num_microbatches: Of all of them together, one each at least.
     """
-    low = 0
+    # Pipelines with the same lines get through the same number, so only one of them is looked at.
+    num_each = np.zeros(len(fill), dtype=np.int64)
+    for row in rows:
+        num_each[row] += 1
+    kinds = np.flatnonzero(num_each)
+    step_ns = _least_ns(fill, slowest, round_size, kinds, num_each, num_microbatches)
+    least, more, without = np.zeros((3, len(fill)), dtype=np.int64)
+    left_over = num_microbatches
+    for kind in kinds:
+        least[kind] = max(1, ((step_ns - 1 - fill[kind]) // slowest[kind] * round_size[kind]).max())
+        by_then = ((step_ns - fill[kind]) // slowest[kind] * round_size[kind]).max()
+        more[kind] = max(0, by_then - least[kind])
+        # What completes a round that ends then anyway costs nothing.
+        done_ns = (fill[kind] + -(-least[kind] // round_size[kind]) * slowest[kind]).min()
+        without[kind] = done_ns if done_ns < step_ns else _NEVER
+        left_over -= num_each[kind] * least[kind]
+    counts = least[rows]
+    # By then all get done, so there is somebody for what is left over.
+    while left_over > 0:
+        next_kind = kinds[0]
+        for kind in kinds:
+            if _is_before(without, more, kind, next_kind):
+                next_kind = kind
+        of, at = more[next_kind], without[next_kind]
+        for index in range(len(rows)):
+            if more[rows[index]] == of and without[rows[index]] == at:
+                taken = min(left_over, of)
+                counts[index] += taken
+                left_over -= taken
+        for kind in kinds:
+            if more[kind] == of and without[kind] == at:
+                more[kind] = 0
+    return counts
+
+
+@compiled
+def _is_before(without: Ints, more: Ints, kind: int, other: int) -> bool:
+    """Return whether pipelines of a kind get what is left over before those of another."""
+    if more[kind] == 0 or more[other] == 0:
+        return more[kind] > more[other]
+    if (without[kind] == _NEVER) != (without[other] == _NEVER):
+        return without[kind] == _NEVER
+    if more[kind] != more[other]:
+        return more[kind] > more[other]
+    return without[kind] > without[other]
+
+
+@compiled
+def _least_ns(fill: Ints, slowest: Ints, round_size: Ints, kinds: Ints, num_each: Ints, num_microbatches: int) -> int:
+    """Return the least time in which pipelines get through all microbatches, at least one each.
+
+    What they do changes only when a layout is done with one round more.
+    """
+    first = kinds[0]
+    low, high = 0, (fill[first] + -(-num_microbatches // round_size[first]) * slowest[first]).min()
     while low < high:
         middle, done = (low + high) // 2, 0
-        for kind in range(len(fill)):
-            most = ((middle - fill[kind]) // slowest[kind] * round_size[kind]).max()
-            done += num_each[kind] * max(most, 1)
+        before, after = 0, _NEVER
+        for kind in kinds:
+            most = 1
+            for line in range(fill.shape[1]):
+                rounds = (middle - fill[kind, line]) // slowest[kind, line]
+                most = max(most, rounds * round_size[kind, line])
+                ends = fill[kind, line] + rounds * slowest[kind, line]
+                before, after = max(before, ends), min(after, ends + slowest[kind, line])
+            done += num_each[kind] * most
         if done >= num_microbatches:
-            high = max(low, (fill + (middle - fill) // slowest * slowest).max())
+            high = before
         else:
-            low = (fill + ((middle - fill) // slowest + 1) * slowest).min()
+            low = after
     return low

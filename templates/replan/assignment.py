@@ -8,16 +8,22 @@ in their groups (pipelines) takes one more for each pair of kinds in a group.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints, ranges
+from resilient.templates.common.arrays import Flags, Ints, ranges
+
+if TYPE_CHECKING:  # it loads numba, and most processes that import the planner never assign
+    from resilient.templates.replan.network_simplex import NetworkFlow
 
 FORBIDDEN = -1
 """The price of a pair that must not be."""
 
 _NO_GROUP = -1
+
+_MOST_LEARNT = 4
+"""So many of the last bounds that were learnt are looked at."""
 
 
 def assign(
@@ -59,72 +65,94 @@ def assign(
     return chosen
 
 
-def least_bottleneck(amounts: Ints, num_places: Ints, num_nodes: Ints, most: int) -> int | None:
-    """Return the least that the largest amount of an assignment can be; None where that is more than ``most``.
+class AmountBounds:
+    """What nodes receive at least, in many assignments of the same kinds of nodes.
 
-    Args:
-        amounts: Of a node of each kind in a place of each. [kinds of places, kinds of nodes]
-        num_places: Places of each kind.
-        num_nodes: Nodes of each kind, at least as many.
-        most: What is too much already.
+    What is learnt from one that is worked out bounds all others, whatever their numbers of places and nodes (weak
+    duality): prices that nodes of each kind are worth where they are short; and, if nobody receives more than some
+    amount, kinds of nodes that are all that places of some kinds can have, and too few.
+
+    All methods take amounts of a node of each kind in a place of each [kinds of places, kinds of nodes], how many
+    places there are of each kind (one or more), and how many nodes of each kind (not fewer in sum). They return what
+    the node with the largest amount receives at least, and what all do.
     """
 
-    def is_possible(limit: int) -> bool:
-        return _least_amount(amounts, num_places, num_nodes, limit) is not None
+    def __init__(self) -> None:
+        self._prices: list[Ints] = []
+        self._too_few: list[tuple[int, Flags]] = []
 
-    if most < amounts.max() and not is_possible(most):
-        return None
-    limits = np.unique(amounts[amounts <= most]).tolist()
-    first = bisect_left(limits, _asked_by_each(amounts, num_places, num_nodes).max(initial=0))
-    return limits[bisect_left(limits, 1, first, key=is_possible)]
+    def asked(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
+        """Return what places ask for by themselves."""
+        each = amounts[:, num_nodes > 0].min(axis=1)
+        return int(each.max()), int(each @ num_places)
+
+    def learnt(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
+        """Return what is known from others; of the first one, which others learn from, what is least."""
+        return (self._known if self._prices else self.least)(amounts, num_places, num_nodes)
+
+    def _known(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
+        largest, total = self.asked(amounts, num_places, num_nodes)
+        there = num_nodes > 0
+        for prices in self._prices[-_MOST_LEARNT:]:
+            each = (amounts + prices)[:, there].min(axis=1)
+            total = max(total, int(each @ num_places - prices @ num_nodes))
+        for limit, kinds in self._too_few[-_MOST_LEARNT:]:
+            others = ((amounts <= limit) & there & ~kinds).any(axis=1)
+            if limit >= largest and num_places[~others].sum() > num_nodes[kinds].sum():
+                largest = int(amounts[amounts > limit].min())
+        return largest, total
+
+    def least(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
+        """Return the least that there is."""
+        most = int(amounts.max())
+        largest = self.bottleneck(amounts, num_places, num_nodes, most)
+        assert largest is not None
+        flow, total = _cheapest(amounts, num_places, num_nodes, most, amounts)
+        # compared with those that take no place
+        prices = flow.prices[: len(num_nodes), 1] - flow.prices[-1, 1]
+        self._prices.append(np.maximum(prices, 0))
+        return largest, total
+
+    def bottleneck(self, amounts: Ints, num_places: Ints, num_nodes: Ints, most: int) -> int | None:
+        """Return only the largest amount, None where that is more than ``most``."""
+
+        def is_possible(limit: int) -> bool:
+            flow, _ = _cheapest(amounts, num_places, num_nodes, limit)
+            if not flow.is_whole:
+                self._too_few.append((limit, flow.prices[: len(num_nodes), 0] > 0))
+            return flow.is_whole
+
+        known, _ = self._known(amounts, num_places, num_nodes)
+        limits = np.unique(amounts[(amounts >= known) & (amounts <= most)]).tolist()
+        if not limits:
+            return None
+        if is_possible(limits[0]):  # as a rule
+            return limits[0]
+        if most < amounts.max() and not is_possible(most):
+            return None
+        return limits[bisect_left(limits, 1, 1, len(limits) - 1, key=is_possible)]
 
 
-def bounds_of_amounts(amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
-    """Return what neither of :func:`least_amounts`, with its arguments, is below: what places ask for by themselves."""
-    each = _asked_by_each(amounts, num_places, num_nodes)
-    return int(each.max(initial=0)), int(each @ num_places)
-
-
-def _asked_by_each(amounts: Ints, num_places: Ints, num_nodes: Ints) -> Ints:
-    """Return the least amount of a place of each kind."""
-    each = amounts[:, num_nodes > 0].min(axis=1, initial=amounts.max(initial=0))
-    return np.where(num_places > 0, each, 0)
-
-
-def least_amounts(amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
-    """Return the least that the largest amount of an assignment can be, and the least that all can be in sum.
-
-    Args:
-        amounts: Of a node of each kind in a place of each. [kinds of places, kinds of nodes]
-        num_places: Places of each kind.
-        num_nodes: Nodes of each kind, at least as many.
-    """
-    most = int(amounts.max())
-    bottleneck = least_bottleneck(amounts, num_places, num_nodes, most)
-    total = _least_amount(amounts, num_places, num_nodes, most, amounts)
-    assert bottleneck is not None
-    assert total is not None
-    return bottleneck, total
-
-
-def _least_amount(
+def _cheapest(
     amounts: Ints, num_places: Ints, num_nodes: Ints, most: int, prices: Ints | None = None
-) -> int | None:
-    """Return the least price of an assignment without amounts above ``most``; None where there is none."""
+) -> tuple[NetworkFlow, int]:
+    """Return the cheapest assignment without amounts above ``most``, and its price.
+
+    It is a flow from kinds of nodes to kinds of places and, at the end of both, nowhere.
+    """
     # Imported late: it loads numba, and most processes that import the planner never assign.
     from resilient.templates.replan.network_simplex import cheapest_flow
 
-    places, nodes = np.arange(len(num_places)), np.arange(len(num_nodes))
-    nowhere = len(nodes) + len(places)
+    nodes = np.arange(len(num_nodes))
     node, place = np.nonzero(most >= amounts.T)
     tails = np.concatenate((node, nodes))
-    heads = np.concatenate((len(nodes) + place, np.full(len(nodes), nowhere)))
+    heads = np.concatenate((len(nodes) + place, np.full(len(nodes), len(nodes) + len(num_places))))
     costs = np.zeros((len(tails), 2), dtype=np.int64)
     if prices is not None:
         costs[: len(node), 0] = prices[place, node]
     supply = np.concatenate((num_nodes, -num_places, [num_places.sum() - num_nodes.sum()]))
     flow = cheapest_flow(tails, heads, costs, supply)
-    return None if flow is None else int(flow @ costs[:, 0])
+    return flow, int(flow.sent @ costs[:, 0])
 
 
 class _Types(NamedTuple):
@@ -215,9 +243,9 @@ def _flows(prices: Ints, places: _Types, nodes: _Types) -> _Found | None:
     between = np.zeros(num_kinds + num_places, dtype=np.int64)
     supply = np.concatenate((nodes.num_items, between, -places.num_items, [-num_left_over]))
     flow = cheapest_flow(tails, heads, np.stack((price, leaving), axis=1), supply)
-    if flow is None:
+    if not flow.is_whole:
         return None
-    own, pairs, none, *_ = np.split(flow, np.cumsum([num_own, num_pairs, num_kinds]))
+    own, pairs, none, *_ = np.split(flow.sent, np.cumsum([num_own, num_pairs, num_kinds]))
     kinds = np.concatenate((node_kind, np.arange(num_kinds)))
     goes = np.repeat(np.concatenate((place_kind, np.full(num_kinds, num_places))), np.concatenate((pairs, none)))
     order = np.argsort(np.repeat(kinds, np.concatenate((pairs, none))), kind="stable")

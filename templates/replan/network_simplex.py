@@ -45,8 +45,23 @@ class _Tree(NamedTuple):
     potential: Ints
 
 
-def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints) -> Ints | None:
-    """Return what goes over each arc so that all is sent, as cheaply as can be; None where not all can be sent.
+class NetworkFlow(NamedTuple):
+    """A cheapest flow.
+
+    Args:
+        sent: What goes over each arc. [arcs]
+        is_whole: Whether all is sent; if not, as much as can be.
+        prices: Of a unit at each node: what could not be sent counts in the first column, and the parts of costs in the
+            others. No arc leads to a node whose prices are higher than those where it begins with its costs. [nodes, 3]
+    """
+
+    sent: Ints
+    is_whole: bool
+    prices: Ints
+
+
+def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints) -> NetworkFlow:
+    """Return the cheapest of the flows that send most.
 
     Args:
         tails: Where the arcs begin; none has a limit. [arcs]
@@ -71,7 +86,7 @@ def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints) -> Ints |
     )
     flow = np.concatenate((np.zeros(num_arcs, dtype=np.int64), np.abs(supply)))
     _solve(tails, heads, costs, flow, tree)
-    return None if flow[num_arcs:].any() else flow[:num_arcs]
+    return NetworkFlow(flow[:num_arcs], not flow[num_arcs:].any(), tree.potential[:-1])
 
 
 @compiled
@@ -88,8 +103,12 @@ def _solve(tails: Ints, heads: Ints, costs: Ints, flow: Ints, tree: _Tree) -> No
 @compiled
 def _reduced(tails: Ints, heads: Ints, costs: Ints, potential: Ints, arc: int) -> tuple[int, int, int]:
     """Return how much more expensive it is to send a unit over an arc than over the tree."""
-    tail, head = potential[tails[arc]], potential[heads[arc]]
-    return tail[0] - head[0], costs[arc, 0] + tail[1] - head[1], costs[arc, 1] + tail[2] - head[2]
+    tail, head = tails[arc], heads[arc]
+    return (
+        potential[tail, 0] - potential[head, 0],
+        costs[arc, 0] + potential[tail, 1] - potential[head, 1],
+        costs[arc, 1] + potential[tail, 2] - potential[head, 2],
+    )
 
 
 @compiled
@@ -97,9 +116,9 @@ def _entering(tails: Ints, heads: Ints, costs: Ints, potential: Ints, first: int
     """Return the arc that saves most of the first block, from ``first`` on, with one that saves; -1 if none does."""
     num_arcs = len(tails)
     left = block = max(16, int(np.sqrt(num_arcs)))
-    best, least = _NONE, (0, 0, 0)
-    for step in range(num_arcs):
-        arc = (first + step) % num_arcs
+    best, least, arc = _NONE, (0, 0, 0), first - 1
+    for _ in range(num_arcs):
+        arc = arc + 1 if arc + 1 < num_arcs else 0
         reduced = _reduced(tails, heads, costs, potential, arc)
         if reduced < least:
             best, least = arc, reduced

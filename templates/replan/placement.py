@@ -9,18 +9,18 @@ all are placed anew, such that none receives much more than the least that can b
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints, distinct, ranges
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.assignment import FORBIDDEN, assign, bounds_of_amounts, least_amounts, least_bottleneck
+from resilient.templates.replan.assignment import FORBIDDEN, AmountBounds, assign
+from resilient.templates.replan.repair import NEW
 from resilient.templates.replan.state_residency import EMPTY, StateResidency
 from resilient.templates.replan.topology_spread import Kinds, lacking_domains, spread_domains
 from resilient.templates.template import PipelineTemplate
@@ -34,17 +34,19 @@ copies may take this many times as long, where it is no more than that only then
 _NOBODY: Ints = np.empty(0, dtype=np.int64)
 
 
-class Target(NamedTuple):
-    """A pipeline to be made.
+class Targets(NamedTuple):
+    """Pipelines to be made.
 
     Args:
-        template: Its layout.
-        continues: Index of the pipeline of the old plan that it goes on from: nodes of that which hold what their
-            position needs keep it. No two targets continue the same. None for a new one.
+        layouts: The layouts there are.
+        numbers: Which of them each pipeline has.
+        continues: Of each the index of the pipeline of the old plan that it goes on from, :data:`NEW` for none: nodes
+            of that which hold what their position needs keep it. No two continue the same.
     """
 
-    template: PipelineTemplate
-    continues: int | None = None
+    layouts: Sequence[PipelineTemplate]
+    numbers: Ints
+    continues: Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,47 +102,60 @@ class Placer:
         pipelines = np.repeat(np.arange(len(layouts)), self._old_sizes)
         there = self._old != _FREE
         self._held = np.full(len(nodes), EMPTY)
-        self._held[self._old[there]] = np.array(list(chain.from_iterable(layouts)), dtype=np.int64)[there]
+        self._held[self._old[there]] = np.concatenate(layouts or [_NOBODY])[there]
         self._has, self._node_kinds = distinct(self._held)
         self._pipeline_of = np.full(len(nodes), _NONE)
         self._pipeline_of[self._old[there]] = pipelines[there]
         lost = np.bincount(pipelines[~there], minlength=len(layouts))
-        self._same: dict[tuple[int, ...], int] = {}  # a number for each layout: pipelines are many, layouts few
-        same = [self._same.setdefault(layout, len(self._same)) for layout in layouts]
-        fewest_lost: list[int] = np.argsort(lost, kind="stable").tolist()
-        self._most_complete_first = [(number, same[number]) for number in fewest_lost]
+        # A number for each layout of the old plan, and which of them those of targets have: pipelines are many, and
+        # layouts few.
+        self._same_as: dict[int, int] = {}
+        self._same: dict[bytes, int] = {}
+        same = [self._same.setdefault(layout.tobytes(), len(self._same)) for layout in layouts]
+        self._most_complete_first = np.argsort(lost, kind="stable")
+        self._same_first = np.array(same, dtype=np.int64)[self._most_complete_first]
         labels: list[str | int] = [domains.get(node, node) for node in nodes] if domains else []
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         self._domains = np.array([numbers[label] for label in labels])
         # Nodes of one pipeline never hold the same, so that domains of one node each lack nothing.
         self._wanted_domains = min(problem.max_failures + 1, len(numbers))
+        self._bounds = AmountBounds()
+        self._known_received: Ints = np.empty((0, len(self._has)), dtype=np.int64)
         # Of parts for which they were asked, in so many cells of a byte.
         self._known_prices: dict[int, Ints] = {}
         self._cells = self._holdings.cells
 
-    def continuing(self, targets: Sequence[Target]) -> list[Target]:
+    def left(self, without: Collection[int]) -> Ints:
+        """Return how many nodes of each pipeline of the old plan are there but for some. [pipelines]"""
+        there = self._pipeline_of.copy()
+        there[self._indices(without)] = _NONE
+        return np.bincount(there[there != _NONE], minlength=len(self._old_sizes))
+
+    def continuing(self, targets: Targets) -> Targets:
         """Let targets that continue nothing go on from a pipeline with their layout that nothing else continues.
 
         Of several that are left, the one that has lost fewest nodes goes first.
         """
-        taken = {target.continues for target in targets}
-        left: dict[int | None, deque[int]] = defaultdict(deque)
-        for index, layout in self._most_complete_first:
-            if index not in taken:
-                left[layout].append(index)
         # All parts get their numbers here: which of equally good placements is taken does not depend on what is placed.
-        templates = {id(target.template): target.template for target in targets}
-        queues = {key: left[self._same.get(self._holdings.number(each))] for key, each in templates.items()}
-        return [
-            Target(target.template, same.popleft())
-            if target.continues is None and (same := queues[id(target.template)])
-            else target
-            for target in targets
-        ]
+        for number in dict.fromkeys(targets.numbers.tolist()):
+            if number not in self._same_as:
+                parts = self._holdings.number(targets.layouts[number])
+                self._same_as[number] = self._same.get(parts.tobytes(), _NONE)
+        is_new = targets.continues == NEW
+        is_free = np.ones(len(self._old_sizes), dtype=np.bool_)
+        is_free[targets.continues[~is_new]] = False
+        is_free = is_free[self._most_complete_first]
+        new, continues = np.flatnonzero(is_new), targets.continues.copy()
+        same = np.array([self._same_as[number] for number in targets.numbers[new].tolist()], dtype=np.int64)
+        for old in set(same.tolist()) - {_NONE}:
+            wanting = new[same == old]
+            left = self._most_complete_first[is_free & (self._same_first == old)][: len(wanting)]
+            continues[wanting[: len(left)]] = left
+        return targets._replace(continues=continues)
 
     def place(
         self,
-        targets: Sequence[Target],
+        targets: Targets,
         pinned: Mapping[int, int] | None = None,
         without: Collection[int] = (),
         *,
@@ -163,9 +178,8 @@ class Placer:
                 pinned ones leave theirs.
             keeps_whole: Whether those that receive nothing in the cheapest placement stay as they are there.
         """
-        needed = self._needed(targets)
-        sizes = np.array([target.template.num_nodes for target in targets])
-        continued = np.array([_FREE if target.continues is None else target.continues for target in targets])
+        parts_of = self._parts_of(targets)
+        needed, sizes, continued = np.concatenate(parts_of), np.array(list(map(len, parts_of))), targets.continues
         chosen = np.full(len(needed), _FREE)
         for place, node in (pinned or {}).items():
             chosen[place] = self._index_of[node]
@@ -173,7 +187,7 @@ class Placer:
         self._keep(chosen, barred, continued, sizes, needed)
         self._keep_equal(chosen, barred, needed)
         parts, kinds = distinct(needed)
-        needs = _Needs(parts, kinds, self._holdings.received(parts, self._has))
+        needs = _Needs(parts, kinds, self._received_by(parts))
         self._fill(chosen, barred, needs, np.repeat(continued, sizes))
         settled = self._whole(chosen, needs, sizes) if keeps_whole else np.zeros(len(needed), dtype=np.bool_)
         settled[list(pinned or ())] = True
@@ -191,9 +205,7 @@ class Placer:
             lacking_domains=lacking,
         )
 
-    def copy_bounds(
-        self, targets: Sequence[Target], without: Collection[int] = ()
-    ) -> tuple[Callable[[], tuple[int, int]], ...]:
+    def copy_bounds(self, targets: Targets, without: Collection[int] = ()) -> tuple[Callable[[], tuple[int, int]], ...]:
         """Return bounds of :meth:`place`, with its arguments: what the busiest node and all nodes receive at least.
 
         Returns:
@@ -201,27 +213,35 @@ class Placer:
         """
         if self._wanted_domains:
             return (lambda: (0, 0),)  # nodes that stand by may take a place
-        asked = cache(lambda: self._asked(targets, without))
-        return lambda: bounds_of_amounts(*asked()), lambda: least_amounts(*asked())
+        asked, bounds = cache(lambda: self._asked(targets, without)), self._bounds
+        return tuple(lambda of=of: of(*asked()) for of in (bounds.asked, bounds.learnt, bounds.least))
 
-    def _asked(self, targets: Sequence[Target], without: Collection[int]) -> tuple[Ints, Ints, Ints]:
+    def _asked(self, targets: Targets, without: Collection[int]) -> tuple[Ints, Ints, Ints]:
         """Return what nodes receive in places, by the kinds of both, and how many of each kind there are."""
-        parts, kinds = distinct(self._needed(targets))
-        received = self._holdings.received(parts, self._has)
+        parts, kinds = distinct(np.concatenate(self._parts_of(targets)))
         num_nodes = np.bincount(self._node_kinds)
         num_nodes -= np.bincount(self._node_kinds[self._indices(without)], minlength=len(num_nodes))
-        return received, np.bincount(kinds), num_nodes
+        return self._received_by(parts), np.bincount(kinds), num_nodes
 
-    def _needed(self, targets: Sequence[Target]) -> Ints:
-        """Return the part that each place needs, one target after the other."""
-        return np.array(list(chain.from_iterable(self._holdings.number(target.template) for target in targets)))
+    def _parts_of(self, targets: Targets) -> list[Ints]:
+        """Return the part that each place of each target needs."""
+        known = {number: self._holdings.number(targets.layouts[number]) for number in set(targets.numbers.tolist())}
+        return [known[number] for number in targets.numbers.tolist()]
+
+    def _received_by(self, parts: Ints) -> Ints:
+        """Return the bytes that nodes of each kind lack of some parts. [parts, kinds of nodes]"""
+        known = len(self._known_received)
+        if known < self._holdings.num_parts:
+            more = self._holdings.received(np.arange(known, self._holdings.num_parts), self._has)
+            self._known_received = np.concatenate((self._known_received, more))
+        return self._known_received[parts]
 
     def _indices(self, nodes: Collection[int]) -> Ints:
         return np.array([self._index_of[node] for node in nodes], dtype=np.int64)
 
     def _keep(self, chosen: Ints, barred: Ints, continued: Ints, sizes: Ints, needed: Ints) -> None:
         """Fill places with the nodes that keep their position in what is continued."""
-        going_on = continued != _FREE
+        going_on = continued != NEW
         old = continued[going_on]
         both = np.minimum(self._old_sizes[old], sizes[going_on])
         places = ranges((sizes.cumsum() - sizes)[going_on], both)
@@ -286,9 +306,8 @@ class Placer:
             return chosen
         places, nodes = np.flatnonzero(~settled), self._left(np.where(settled, chosen, _FREE), barred)
         wants, place_kinds = distinct(needs.kinds[places])
-        has, node_kinds = distinct(self._node_kinds[nodes])
-        amounts = needs.received[wants[:, None], has]
-        least = least_bottleneck(amounts, np.bincount(place_kinds), np.bincount(node_kinds), int(worst / _NEAR))
+        num_nodes = np.bincount(self._node_kinds[nodes], minlength=len(self._has))
+        least = self._bounds.bottleneck(needs.received[wants], np.bincount(place_kinds), num_nodes, int(worst / _NEAR))
         if least is None:
             return chosen
         found = self._assigned(places, nodes, needs, continued, int(least * _NEAR))

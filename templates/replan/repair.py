@@ -10,90 +10,82 @@ Source: Oobleck (SOSP'23), section 5.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
 from heapq import heapify, heappush, heapreplace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
-from resilient.templates.plan import Plan
 
 RepairKind = Literal["keep", "join", "simple", "borrow", "merge"]
 
+NEW = -1
+"""Continues no pipeline."""
 
-@dataclass(frozen=True, kw_only=True)
-class Repair:
+
+class Repair(NamedTuple):
     """The pipelines after a change.
 
     Args:
         kind: The furthest-reaching thing that is done, in the order of the type.
-        pipelines: Of each the index of the pipeline it continues, None for a new one, and its number of nodes.
+        continues: Of each the index of the pipeline that it continues, :data:`NEW` for a new one.
+        sizes: Of each its number of nodes.
     """
 
     kind: RepairKind
-    pipelines: tuple[tuple[int | None, int], ...]
+    continues: Ints
+    sizes: Ints
 
 
 def repairs(
-    plan: Plan,
-    nodes: Collection[int],
+    left: Ints,
+    wanted: Ints,
+    spare: int,
     sizes: range,
     *,
     min_pipelines: int,
     max_pipelines: int,
     may_stand_by: bool = False,
-) -> tuple[Repair, ...]:
+) -> list[Repair]:
     """Return the different ways to go on that change only the pipelines concerned; none where that is not enough.
 
     They differ in whether pipelines with too few nodes borrow while others can lend, or are given up while there are
     enough pipelines; and in whether nodes that are left over extend the smallest pipelines, make new ones, or stand by.
 
     Args:
-        plan: The plan before.
-        nodes: The live nodes.
+        left: Of each pipeline of the plan before, the nodes that are still there.
+        wanted: Of each the nodes that it had.
+        spare: Nodes without a place.
         sizes: The template sizes; the first is n0.
         min_pipelines: f + 1.
         max_pipelines: One per microbatch.
         may_stand_by: Whether nodes that are left over may stand by where there is a place for them.
     """
-    live = set(nodes)
-    left = [len(live.intersection(pipeline.nodes)) for pipeline in plan.pipelines]
-    wanted = [len(pipeline.nodes) for pipeline in plan.pipelines]
-    found: dict[tuple[tuple[int | None, int], ...], Repair] = {}
-    replaced = _Change(left, wanted, len(live) - sum(left), sizes, min_pipelines, max_pipelines)
+    found: dict[tuple[bytes, bytes], Repair] = {}
+    replaced = _Change(left, wanted, spare, sizes, min_pipelines, max_pipelines)
     replaced.replace_lost()
-    for giving_up in (False, True):
+    for giving_up in (False, True) if replaced.lacks_nodes else (False,):
         viable = replaced.copy()
         if not viable.make_viable(giving_up):
             continue
-        for adding in (False, True, None) if may_stand_by else (False, True):
+        ways = (False, True, None) if may_stand_by else (False, True)
+        for adding in ways if viable.has_spare else (None,):
             change = viable.copy()
             if adding is not None:
                 change.use_spare(adding)
-            pipelines = change.pipelines
-            if pipelines not in found:
-                found[pipelines] = Repair(kind=change.kind, pipelines=pipelines)
-    return tuple(found.values())
+            repair = change.repair
+            found.setdefault((repair.continues.tobytes(), repair.sizes.tobytes()), repair)
+    return list(found.values())
 
 
 class _Change:
     def __init__(
-        self,
-        left: Sequence[int],
-        wanted: Sequence[int],
-        spare: int,
-        sizes: range,
-        min_pipelines: int,
-        max_pipelines: int,
+        self, left: Ints, wanted: Ints, spare: int, sizes: range, min_pipelines: int, max_pipelines: int
     ) -> None:
         # Of each pipeline its index in the plan and its nodes; new ones follow, and those that are given up are gone.
         self._index: Ints = np.arange(len(left))
-        self._size: Ints = np.array(left, dtype=np.int64)
-        self._wanted: Ints = np.array(wanted, dtype=np.int64)
-        self._spare = spare
+        self._size, self._wanted, self._spare = left.copy(), wanted, spare
         self._n0, self._largest = sizes[0], sizes[-1]
         self._min_pipelines, self._max_pipelines = min_pipelines, max_pipelines
         self._joined = self._borrowed = self._merged = False
@@ -118,22 +110,37 @@ class _Change:
         return "join" if self._joined else "keep"
 
     @property
-    def pipelines(self) -> tuple[tuple[int | None, int], ...]:
-        num_old, sizes = int((self._index < len(self._wanted)).sum()), self._size.tolist()
-        old = zip(self._index[:num_old].tolist(), sizes[:num_old], strict=True)
-        return (*old, *((None, size) for size in sizes[num_old:]))
+    def lacks_nodes(self) -> bool:
+        """Whether a pipeline has too few."""
+        return bool(self._size.min() < self._n0)
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether nodes are left over."""
+        return self._spare > 0
+
+    @property
+    def repair(self) -> Repair:
+        """What has become of the pipelines."""
+        return Repair(self.kind, np.where(self._index < len(self._wanted), self._index, NEW), self._size)
 
     def replace_lost(self) -> None:
         """Fill up: first pipelines that get to n0 by it, then those that lack least."""
         lacks = self._wanted - self._size
         short = np.flatnonzero(lacks > 0)
         short = short[np.argsort(lacks[short], kind="stable")]
-        for index in short[self._size[short] < self._n0].tolist():
-            if self._size[index] + self._spare >= self._n0:
-                self._extend(index, min(self._n0, int(self._wanted[index])) - int(self._size[index]))
-        lacks = self._wanted - self._size
-        for index in short[np.lexsort((short, lacks[short]))].tolist():
-            self._extend(index, min(self._spare, int(lacks[index])))
+        small = short[self._size[short] < self._n0]
+        each = zip(small.tolist(), self._size[small].tolist(), self._wanted[small].tolist(), strict=True)
+        for index, size, wanted in each:
+            if size + self._spare >= self._n0:
+                self._extend(index, min(self._n0, wanted) - size)
+        lacks = self._wanted[short] - self._size[short]
+        order = np.lexsort((short, lacks))
+        short, lacks = short[order], lacks[order]
+        given = np.clip(self._spare - (lacks.cumsum() - lacks), 0, lacks)
+        self._size[short] += given
+        self._spare -= int(given.sum())
+        self._joined = self._joined or bool(given.any())
 
     def _extend(self, position: int, by: int) -> None:
         self._size[position] += by

@@ -22,6 +22,7 @@ import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
+from resilient.templates.composition.batch_split import least_lines_of_sizes
 from resilient.templates.composition.compose import Compositions, compositions
 from resilient.templates.composition.slow_nodes import compose_with_slow
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -65,6 +66,7 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
     """
     _composed(problem, num_nodes)
+    least_lines_of_sizes(templates_for(problem, num_nodes))
     least = (problem.max_failures + 1) * templates_for(problem, num_nodes).sizes[0]
     fewer = max(problem.max_failures, _PREPARED_CHANGE)
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):

@@ -19,23 +19,21 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
+from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.composition.batch_split import (
-    Lines,
-    finish_ns,
-    least_line,
-    lines,
-    slowed_line,
-    split_microbatches,
-)
+from resilient.templates.composition.batch_split import Line, LineTable, slowed_line, split_rows
 from resilient.templates.composition.compose import Compositions, may_take
 from resilient.templates.composition.slow_nodes import compose_with_slow, searched
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
-from resilient.templates.replan.placement import Placer, Target
-from resilient.templates.replan.repair import Repair, repairs
+from resilient.templates.replan.layout_choices import LayoutChoices
+from resilient.templates.replan.placement import Placer, Targets
+from resilient.templates.replan.repair import NEW, repairs
 from resilient.templates.replan.way import CandidateKind, ReplanCandidate, Way, fastest_ms
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import PipelineTemplate, TemplateSet
@@ -48,24 +46,24 @@ _MOST_EXCLUSIONS = 8
 
 
 class _Wanted(NamedTuple):
-    """A pipeline to be made.
+    """Pipelines to be made.
 
     Args:
-        layouts: The layouts it may take.
-        continues: Index of the pipeline that it continues.
-        factors: By how much each of its nodes is to be slower, where its only layout was chosen for slow nodes.
+        choices: The layouts that each may take (:class:`LayoutChoices`).
+        continues: Index of the pipeline that each continues.
+        factors: Of the first ones, by how much each of their nodes is to be slower: their layouts were chosen for that.
     """
 
-    layouts: tuple[PipelineTemplate, ...]
-    continues: int | None = None
-    factors: tuple[float, ...] | None = None
+    choices: Ints
+    continues: Ints
+    factors: Sequence[tuple[float, ...]] = ()
 
 
 class _Change(NamedTuple):
     """What a way does, and which nodes stand by though there may be a place for them."""
 
     kind: CandidateKind
-    wanted: Sequence[_Wanted]
+    wanted: _Wanted
     without: frozenset[int] = frozenset()
 
 
@@ -93,19 +91,13 @@ class Situation:
         slowdowns: Mapping[int, float],
     ) -> None:
         self._problem, self._templates, self._compositions = problem, templates, compositions
-        self._new = cache(lambda size: _Wanted(templates.of(size)))
-        self._kept = cache(self._continuing)
         self._plan = _with_templates_of(templates, plan)
-        known = {id(layout) for layouts in templates.layouts for layout in layouts}
-        self._all_known = all(id(pipeline.template) in known for pipeline in self._plan.pipelines)
+        self._layouts = LayoutChoices(templates, self._plan)
         self._live, self._slowdowns, self._has_domains = live, slowdowns, bool(domains)
         slow = {node for node in live if slowdowns.get(node, 1.0) > 1}
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
         self._placer = Placer(problem, self._plan, live, domains)
-        self._single: dict[int, tuple[PipelineTemplate]] = {}
-        self._known_lines: dict[tuple[int, bool], Lines] = {}
-        self._least_lines: dict[tuple[int, bool], Lines] = {}
-        self._slowed_lines: dict[tuple[int, tuple[float, ...], bool], Lines] = {}
+        self._slowed = cache(self._slowed_line)
 
     def ways(self) -> Iterator[Way]:
         """Yield the ways to go on, local ones first; no two with equal layouts that go on from the same pipelines.
@@ -143,14 +135,15 @@ class Situation:
         """Return False only where no step on up to so many of the nodes is shorter."""
         num_microbatches, min_pipelines = self._problem.num_microbatches, self._problem.max_failures + 1
         most_ns = nanoseconds(step_ms) - 1
-        return not self._all_known or may_take(self._templates, num_nodes, num_microbatches, min_pipelines, most_ns)
+        return not self._layouts.are_of_set or may_take(
+            self._templates, num_nodes, num_microbatches, min_pipelines, most_ns
+        )
 
     def _distinct(self, changes: Iterable[_Change], seen: set[object]) -> Iterator[Way]:
         for change in changes:
             targets = self._targets(change.wanted)
-            # Equal templates are one object here.
-            places = sorted((id(each.template), -1 if each.continues is None else each.continues) for each in targets)
-            key = tuple(places), change.without
+            places = np.sort(targets.numbers * (len(self._plan.pipelines) + 1) + targets.continues + 1)
+            key = places.tobytes(), change.without
             if key not in seen:
                 seen.add(key)
                 yield self._way(change, targets)
@@ -158,21 +151,29 @@ class Situation:
     def _changes(self, number: int) -> Iterator[_Change]:
         """Yield what may be done while so many of the slowest nodes stand by."""
         without = frozenset(self._slowest_first[:number])
-        live = [node for node in self._live if node not in without]
+        num_nodes = len(self._live) - number
         try:
-            best = self._compositions(len(live))
+            best = self._compositions(num_nodes)
         except TooFewNodes:
             return
-        may_stand_by = bool(self._slowest_first) or best.every != best.fastest
-        for change in self._repairs(live, may_stand_by=may_stand_by):
-            wanted = [self._kept_or_new(index, size) for index, size in change.pipelines]
-            yield _Change(change.kind, wanted, without)
+        left = self._placer.left(without)
+        if self._plan.pipelines:
+            for kind, continues, sizes in repairs(
+                left,
+                self._layouts.num_nodes[self._layouts.of_plan],
+                num_nodes - int(left.sum()),
+                self._templates.sizes,
+                min_pipelines=self._problem.max_failures + 1,
+                max_pipelines=self._problem.num_microbatches,
+                may_stand_by=bool(self._slowest_first) or best.every != best.fastest,
+            ):
+                yield _Change(kind, self._going_on(continues, sizes), without)
         for composition in dict.fromkeys(best):
             if not self._plan.pipelines:  # nobody holds anything: the fastest nodes are taken, first ones first
                 without = frozenset(self._fastest_first[sum(composition) :])
-            kept = [self._kept_or_new(index, size) for index, size in self._with_intact(composition, live)]
-            yield _Change("composed", kept, without)
-            yield _Change("composed", [*map(self._new, composition)], without)
+            sizes = np.array(composition)
+            yield _Change("composed", self._going_on(self._with_intact(sizes, left), sizes), without)
+            yield _Change("composed", self._going_on(np.full(len(sizes), NEW), sizes), without)
 
     @cached_property
     def _fastest_first(self) -> list[int]:
@@ -183,18 +184,6 @@ class Situation:
         slow = len(self._slowest_first)
         parts = min(slow, _MOST_EXCLUSIONS)
         return [0, *(round(part * slow / parts) for part in range(1, parts + 1))]
-
-    def _repairs(self, live: Sequence[int], *, may_stand_by: bool) -> tuple[Repair, ...]:
-        if not self._plan.pipelines:
-            return ()
-        return repairs(
-            self._plan,
-            live,
-            self._templates.sizes,
-            min_pipelines=self._problem.max_failures + 1,
-            max_pipelines=self._problem.num_microbatches,
-            may_stand_by=may_stand_by,
-        )
 
     def _mixed(self, most_ns: int) -> _Change | None:
         """Return the best composition in which nodes as slow as they are take places of their own, if it is better."""
@@ -211,8 +200,6 @@ class Situation:
         )
         if found is None:
             return None
-        slow = [_Wanted(self._only(pipeline.template), factors=pipeline.factors) for pipeline in found.slow]
-        fast = map(self._new, found.fast)
         left = Counter(self._slowdowns[node] for node in slowest)
         left.subtract(factor for pipeline in found.slow for factor in pipeline.factors if factor > 1)
         without: set[int] = set()
@@ -220,84 +207,90 @@ class Situation:
             if left[self._slowdowns[node]]:
                 left[self._slowdowns[node]] -= 1
                 without.add(node)
-        return _Change("composed", [*slow, *fast], frozenset(without))
+        slow = self._layouts.single(self._layouts.numbers([pipeline.template for pipeline in found.slow]))
+        choices = np.concatenate((slow, self._layouts.of_sizes(np.array(found.fast, dtype=np.int64))))
+        wanted = _Wanted(choices, np.full(len(choices), NEW), [pipeline.factors for pipeline in found.slow])
+        return _Change("composed", wanted, frozenset(without))
 
-    def _with_intact(self, composition: Sequence[int], nodes: Sequence[int]) -> Iterator[tuple[int | None, int]]:
-        """Yield a composition; pipelines that have all their nodes are continued where their size is wanted."""
-        intact: dict[int, deque[int]] = defaultdict(deque)
-        there = set(nodes)
-        for index, pipeline in enumerate(self._plan.pipelines):
-            if there.issuperset(pipeline.nodes):
-                intact[len(pipeline.nodes)].append(index)
-        for size in composition:
-            yield (intact[size].popleft() if intact[size] else None), size
+    def _with_intact(self, sizes: Ints, left: Ints) -> Ints:
+        """Return which pipelines go on, those that have all their nodes where their size is wanted.
 
-    def _kept_or_new(self, index: int | None, size: int) -> _Wanted:
-        return self._new(size) if index is None else self._kept(index, size)
+        Args:
+            sizes: The sizes that are wanted, descending.
+            left: How many nodes each pipeline has left.
+        """
+        had = self._layouts.num_nodes[self._layouts.of_plan]
+        intact = np.flatnonzero(left == had)
+        intact = intact[np.argsort(-had[intact], kind="stable")]
+        first, end = (np.searchsorted(-had[intact], -sizes, side=side) for side in ("left", "right"))
+        number = first + np.arange(len(sizes)) - np.searchsorted(-sizes, -sizes)
+        continues = np.full(len(sizes), NEW)
+        continues[number < end] = intact[number[number < end]]
+        return continues
 
-    def _continuing(self, index: int, size: int) -> _Wanted:
-        template = self._plan.pipelines[index].template
-        return _Wanted(self._only(template) if template.num_nodes == size else self._new(size).layouts, index)
+    def _going_on(self, continues: Ints, sizes: Ints) -> _Wanted:
+        """Return pipelines of some sizes; those that keep their size keep their layout."""
+        choices = self._layouts.of_sizes(sizes)
+        old = np.flatnonzero(continues != NEW)
+        had = self._layouts.of_plan[continues[old]]
+        same = self._layouts.num_nodes[had] == sizes[old]
+        choices[old[same]] = self._layouts.single(had[same])
+        return _Wanted(choices, continues)
 
-    def _only(self, template: PipelineTemplate) -> tuple[PipelineTemplate]:
-        """Return a layout as the only one to choose: the same tuple each time."""
-        found = self._single.get(id(template))
-        if found is None:
-            found = self._single[id(template)] = (template,)
-        return found
-
-    def _targets(self, wanted: Sequence[_Wanted]) -> list[Target]:
+    def _targets(self, wanted: _Wanted) -> Targets:
         """Choose the layouts for the split of the batch over nodes as fast as profiled, or as they are wanted.
 
         Which other nodes are slow shows only when they are in their places.
         """
-        alone = len(wanted) == 1
-        known = {id(each.layouts): each.layouts for each in wanted}
-        by_layouts = {key: self._lines(layouts, alone=alone) for key, layouts in known.items()}
-        choices = [
-            by_layouts[id(layouts)] if factors is None else self._slowed(layouts[0], factors, alone=alone)
-            for layouts, _, factors in wanted
-        ]
-        counts = split_microbatches(choices, self._problem.num_microbatches)
-        best: dict[tuple[int, int], Target] = {}  # there are far fewer than pipelines
-        targets: list[Target] = []
-        for (layouts, index, _), count in zip(wanted, counts, strict=True):
-            key = id(layouts), count
-            target = best.get(key)
-            if target is None:
-                times = [finish_ns((line,), count) for line in by_layouts[key[0]]]
-                target = best[key] = Target(layouts[times.index(min(times))])
-            targets.append(target if index is None else Target(target.template, index))
-        return self._placer.continuing(targets)
+        alone = len(wanted.choices) == 1
+        table, rows = self._layouts.lines(alone=alone), wanted.choices
+        if wanted.factors:
+            of_set = self._layouts.layout_of(rows[: len(wanted.factors)])
+            lines = [
+                self._slowed(number, factors, alone)
+                for number, factors in zip(of_set.tolist(), wanted.factors, strict=True)
+            ]
+            rows = np.concatenate((len(table.fill) + np.arange(len(lines)), rows[len(lines) :]))
+            table = table.with_lines(lines)
+        counts = split_rows(table, rows, self._problem.num_microbatches)
+        numbers = self._layouts.fastest(wanted.choices, counts, alone=alone)
+        return self._placer.continuing(Targets(self._layouts.layouts, numbers, wanted.continues))
 
-    def _pinned(self, wanted: Sequence[_Wanted], without: Collection[int]) -> dict[int, int]:
+    def _pinned(self, factors: Sequence[tuple[float, ...]], without: Collection[int]) -> dict[int, int]:
         """Return the slow nodes by the places, among those of all pipelines, that are meant for them."""
         left = [node for node in self._slowest_first if node not in without]
         pinned: dict[int, int] = {}
-        for place, factor in enumerate(factor for each in wanted for factor in each.factors or ()):
+        for place, factor in enumerate(chain.from_iterable(factors)):
             if factor > 1:
                 pinned[place] = next(node for node in left if self._slowdowns[node] == factor)
                 left.remove(pinned[place])
         return pinned
 
-    def _way(self, change: _Change, targets: Sequence[Target]) -> Way:
+    def _way(self, change: _Change, targets: Targets) -> Way:
         """Split the batch over the pipelines, as fast as their nodes are."""
-        pinned, alone = self._pinned(change.wanted, change.without), len(targets) == 1
+        pinned, alone = self._pinned(change.wanted.factors, change.without), len(targets.numbers) == 1
         keeps_whole = change.kind != "composed"
         # Who stands by may be placed after all where domains need it.
-        is_known = not self._has_domains and change.without.issuperset(self._slowest_first)
+        is_known = not self._slowest_first or (not self._has_domains and change.without.issuperset(self._slowest_first))
+        as_profiled = self._layouts.lines(alone=alone), self._layouts.single(targets.numbers)
         at_least = self._split(
-            [
-                self._lines(self._only(template), alone=alone) if is_known else self._least(template, alone=alone)
-                for template, _ in targets
-            ]
+            *(as_profiled if is_known else (self._layouts.least_lines(alone=alone), targets.numbers))
         )
         place = cache(lambda: self._placer.place(targets, pinned, change.without, keeps_whole=keeps_whole))
 
         @cache
-        def split() -> tuple[Sequence[int], float]:
-            on = zip(targets, place().nodes, strict=True)
-            return self._split([self._speed(target.template, nodes, alone=alone) for target, nodes in on])
+        def split() -> tuple[Ints, float]:
+            table, rows = as_profiled
+            slowed: dict[int, Line] = {}
+            for index, nodes in enumerate(place().nodes):
+                if not self._slowdowns.keys().isdisjoint(nodes):
+                    factors = tuple(self._slowdowns.get(node, 1.0) for node in nodes)
+                    slowed[index] = self._slowed(int(targets.numbers[index]), factors, alone)
+            if slowed:
+                rows = rows.copy()
+                rows[list(slowed)] = len(table.fill) + np.arange(len(slowed))
+                table = table.with_lines([*slowed.values()])
+            return self._split(table, rows)
 
         def copies(bound: Callable[[], tuple[int, int]]) -> tuple[float, int]:
             busiest, copied = bound()
@@ -307,8 +300,8 @@ class Situation:
             placement = place()
             counts, step_ms = at_least if is_known else split()
             pipelines = tuple(
-                Pipeline(template=target.template, nodes=on, num_microbatches=count)
-                for target, on, count in zip(targets, placement.nodes, counts, strict=True)
+                Pipeline(template=targets.layouts[number], nodes=on, num_microbatches=count)
+                for number, on, count in zip(targets.numbers.tolist(), placement.nodes, counts.tolist(), strict=True)
             )
             return ReplanCandidate(
                 kind=change.kind,
@@ -321,45 +314,21 @@ class Situation:
 
         return Way(
             least_step_ms=at_least[1],
-            num_nodes=sum(target.template.num_nodes for target in targets),
+            num_nodes=int(self._layouts.num_nodes[targets.numbers].sum()),
             placed_step_ms=None if is_known else lambda: split()[1],
             copy_bounds=tuple(partial(copies, each) for each in self._placer.copy_bounds(targets, change.without)),
             candidate=candidate,
         )
 
-    def _split(self, speeds: Sequence[Lines]) -> tuple[Sequence[int], float]:
+    def _split(self, table: LineTable, rows: Ints) -> tuple[Ints, float]:
         """Return the microbatches of each pipeline, and how long the step takes."""
-        counts = split_microbatches(speeds, self._problem.num_microbatches)
-        return counts, max(finish_ns(speed, count) for speed, count in set(zip(speeds, counts, strict=True))) / 1e6
+        counts = split_rows(table, rows, self._problem.num_microbatches)
+        fill, slowest, round_size = table.rows(rows)
+        finish = (fill + -(-counts[:, None] // round_size) * slowest).min(axis=1)
+        return counts, int(finish.max()) / 1e6
 
-    def _lines(self, layouts: Sequence[PipelineTemplate], *, alone: bool) -> Lines:
-        # By identity: equal choices are one tuple, which is kept.
-        key = id(layouts), alone
-        found = self._known_lines.get(key)
-        if found is None:
-            found = self._known_lines[key] = lines(layouts, alone=alone)
-        return found
-
-    def _least(self, template: PipelineTemplate, *, alone: bool) -> Lines:
-        self._only(template)  # its identity stands for it as long as it is kept
-        key = id(template), alone
-        found = self._least_lines.get(key)
-        if found is None:
-            found = self._least_lines[key] = (least_line(template, alone=alone),)
-        return found
-
-    def _speed(self, template: PipelineTemplate, nodes: Sequence[int], *, alone: bool) -> Lines:
-        if self._slowdowns.keys().isdisjoint(nodes):
-            return self._lines(self._only(template), alone=alone)
-        return self._slowed(template, tuple(self._slowdowns.get(node, 1.0) for node in nodes), alone=alone)
-
-    def _slowed(self, template: PipelineTemplate, factors: tuple[float, ...], *, alone: bool) -> Lines:
-        self._only(template)  # its identity stands for it as long as it is kept
-        key = id(template), factors, alone
-        found = self._slowed_lines.get(key)
-        if found is None:
-            found = self._slowed_lines[key] = (slowed_line(template, factors, alone=alone),)
-        return found
+    def _slowed_line(self, layout: int, factors: tuple[float, ...], alone: bool) -> Line:
+        return slowed_line(self._layouts.layouts[layout], factors, alone=alone)
 
 
 def _with_templates_of(templates: TemplateSet, plan: Plan) -> Plan:

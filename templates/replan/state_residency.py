@@ -51,13 +51,13 @@ class StateResidency:
         self._used_before = np.concatenate((np.zeros_like(uses[:1]), uses.cumsum(axis=0)))
         self._parts: list[Part] = [((((0, 0),), 0, 1),)]
         self._numbers: dict[Part, int] = {(): EMPTY}
-        self._numbered: dict[int, tuple[PipelineTemplate, tuple[int, ...]]] = {}
+        self._numbered: dict[int, tuple[PipelineTemplate, Ints]] = {}
         self._states: Flags = np.zeros((0, len(profile.layers)), dtype=np.bool_)
         self.cells = 1
         """Equal parts of a byte in which :meth:`prices` are counted: a multiple of the degrees of all rows so far."""
 
-    def number(self, template: PipelineTemplate) -> tuple[int, ...]:
-        """Return the number of each node's part."""
+    def number(self, template: PipelineTemplate) -> Ints:
+        """Return the number of each node's part. [nodes]"""
         # By identity first: hashing a template takes longer than all else that is done with it here.
         if id(template) not in self._numbered:
             numbers: list[int] = []
@@ -67,8 +67,13 @@ class StateResidency:
                     self._parts.append(part)
                     self.cells = lcm(self.cells, *(degree for _, _, degree in part))
                 numbers.append(self._numbers[part])
-            self._numbered[id(template)] = template, tuple(numbers)
+            self._numbered[id(template)] = template, np.array(numbers)
         return self._numbered[id(template)][1]
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts have a number, from 0 on."""
+        return len(self._parts)
 
     def states(self, numbers: Ints) -> Flags:
         """Return which states the parts with these numbers hold. [parts, layers]"""

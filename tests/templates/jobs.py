@@ -14,12 +14,44 @@ from resilient.templates.composition.batch_split import Lines, finish_ns, split_
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Holdings, Pipeline, Plan, PlanningProblem, Sharding
+from resilient.templates.replan.placement import Targets
+from resilient.templates.replan.repair import NEW, repairs
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
 MIB = 2**20
+
+
+def targets_of(pipelines: Sequence[tuple[PipelineTemplate, int]]) -> Targets:
+    """Pipelines to be made, by their layout and the pipeline that they continue."""
+    layouts = [layout for layout, _ in pipelines]
+    first = {id(layout): number for number, layout in reversed([*enumerate(layouts)])}
+    numbers = np.array([first[id(layout)] for layout in layouts], dtype=np.int64)
+    return Targets(layouts, numbers, np.array([continues for _, continues in pipelines], dtype=np.int64))
+
+
+def repairs_of(plan: Plan, nodes: Iterable[int], sizes: range, **limits: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    """The repairs of a plan with the nodes that are live.
+
+    Their kinds, and of each pipeline what it continues (None of a new one) and its size.
+    """
+    live = set(nodes)
+    left, wanted = (
+        np.array(each, dtype=np.int64)
+        for each in zip(*((len(live & {*p.nodes}), len(p.nodes)) for p in plan.pipelines), strict=True)
+    )
+    return [
+        (
+            kind,
+            tuple(
+                (None if index == NEW else index, size) for index, size in zip(of.tolist(), is_.tolist(), strict=True)
+            ),
+        )
+        for kind, of, is_ in repairs(left, wanted, len(live) - int(left.sum()), sizes, **limits)
+    ]
+
 
 KINDS = (
     ScheduleKind.ONE_F_ONE_B,

@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from resilient.templates.replan.assignment import FORBIDDEN, assign, least_amounts, least_bottleneck
+from resilient.templates.replan.assignment import FORBIDDEN, AmountBounds, assign
 
 
 def ints(*items: int) -> np.ndarray:
@@ -63,17 +63,27 @@ def test_the_cheapest_of_all_assignments_in_which_most_stay(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_largest_amount_and_the_sum_are_the_least_of_all_assignments(seed: int) -> None:
+def test_nodes_do_not_receive_less_than_any_bound(seed: int) -> None:
+    """The largest amount and the sum of assignments that differ in how many are of each kind."""
     rng = np.random.default_rng(seed)
-    num_nodes = int(rng.integers(1, 7))
-    num_places = int(rng.integers(1, num_nodes + 1))
-    kinds = int(rng.integers(1, 4)), int(rng.integers(1, 4))
-    amounts = rng.integers(0, 12, kinds)
-    place_kinds, node_kinds = rng.integers(0, kinds[0], num_places), rng.integers(0, kinds[1], num_nodes)
-    every = [amounts[place_kinds, node_kinds[list(order)]] for order in permutations(range(num_nodes), num_places)]
-    least = min(int(each.max()) for each in every)
-    counts = np.bincount(place_kinds, minlength=kinds[0]), np.bincount(node_kinds, minlength=kinds[1])
-    assert least_amounts(amounts, *counts) == (least, min(int(each.sum()) for each in every))
-    assert least_bottleneck(amounts, *counts, 12) == least
-    assert least_bottleneck(amounts, *counts, least) == least
-    assert least_bottleneck(amounts, *counts, least - 1) is None
+    num_kinds = int(rng.integers(1, 4))
+    bounds = AmountBounds()
+    for _ in range(6):
+        num_nodes = int(rng.integers(1, 7))
+        num_places = int(rng.integers(1, num_nodes + 1))
+        there, place_kinds = np.unique(rng.integers(0, 3, num_places), return_inverse=True)
+        node_kinds = rng.integers(0, num_kinds, num_nodes)
+        amounts = np.random.default_rng(seed).integers(0, 12, (3, num_kinds))[there]
+        orders = permutations(range(num_nodes), num_places)
+        every = [amounts[place_kinds, node_kinds[list(order)]] for order in orders]
+        largest, total = min(int(each.max()) for each in every), min(int(each.sum()) for each in every)
+        counts = np.bincount(place_kinds), np.bincount(node_kinds, minlength=num_kinds)
+        for bound in (bounds.asked, bounds.learnt):
+            of_largest, of_total = bound(amounts, *counts)
+            assert of_largest <= largest
+            assert of_total <= total
+        assert bounds.least(amounts, *counts) == (largest, total)
+        assert bounds.learnt(amounts, *counts) == (largest, total), "from itself"
+        assert bounds.bottleneck(amounts, *counts, 12) == largest
+        assert bounds.bottleneck(amounts, *counts, largest) == largest
+        assert bounds.bottleneck(amounts, *counts, largest - 1) is None

@@ -16,8 +16,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.placement import Placer, Target
-from tests.templates.jobs import cost, cut, layer, plan_of
+from resilient.templates.replan.placement import Placer
+from resilient.templates.replan.repair import NEW
+from tests.templates.jobs import cost, cut, layer, plan_of, targets_of
 
 NEAR = 1.05
 
@@ -68,7 +69,7 @@ def placed(seed: int) -> Placed:
     live = [node for node in before.nodes if node not in gone] + list(range(100, 100 + draw.randint(0, 4)))
     after = random_plan(draw, num_layers, len(live))
     placer = Placer(problem, before, live, {})
-    found = placer.place(placer.continuing([Target(template=each.template) for each in after.pipelines]))
+    found = placer.place(placer.continuing(targets_of([(each.template, NEW) for each in after.pipelines])))
     held = {slot.node: set(slot.intervals(profile)) for slot in before.slots}
     names = [each.name for each in profile.layers]
     holders = np.array([[name in held.get(node, ()) for name in names] for node in live])

@@ -14,32 +14,32 @@ def test_all_goes_the_cheapest_way() -> None:
     # From 0 to 3 by 1 or by 2.
     costs = np.array([[1, 0], [1, 0], [1, 0], [2, 0]])
     flow = cheapest_flow(ints(0, 0, 1, 2), ints(1, 2, 3, 3), costs, ints(5, 0, 0, -5))
-    assert flow is not None
-    assert flow.tolist() == [5, 0, 5, 0]
+    assert flow.is_whole
+    assert flow.sent.tolist() == [5, 0, 5, 0]
 
 
 def test_the_second_part_of_a_cost_decides_between_equals_only() -> None:
     costs = np.array([[1, 9], [1, 0], [1, 9], [2, 0]])
     flow = cheapest_flow(ints(0, 0, 1, 2), ints(1, 2, 3, 3), costs, ints(5, 0, 0, -5))
-    assert flow is not None
-    assert flow.tolist() == [5, 0, 5, 0]
+    assert flow.is_whole
+    assert flow.sent.tolist() == [5, 0, 5, 0]
     costs[3, 0] = 1
     flow = cheapest_flow(ints(0, 0, 1, 2), ints(1, 2, 3, 3), costs, ints(5, 0, 0, -5))
-    assert flow is not None
-    assert flow.tolist() == [0, 5, 0, 5]
+    assert flow.is_whole
+    assert flow.sent.tolist() == [0, 5, 0, 5]
 
 
 def test_there_is_no_flow_where_no_arc_leads_on() -> None:
     costs = np.zeros((2, 2), dtype=np.int64)
-    assert cheapest_flow(ints(0, 1), ints(2, 2), costs, ints(2, 1, -2, -1)) is None
+    assert not cheapest_flow(ints(0, 1), ints(2, 2), costs, ints(2, 1, -2, -1)).is_whole
 
 
 def test_nothing_flows_through_a_network_without_arcs_or_supply() -> None:
     nothing = np.zeros(0, dtype=np.int64)
-    assert cheapest_flow(nothing, nothing, np.zeros((0, 2), dtype=np.int64), ints(0, 0)) is not None
+    assert cheapest_flow(nothing, nothing, np.zeros((0, 2), dtype=np.int64), ints(0, 0)).is_whole
     flow = cheapest_flow(ints(0), ints(1), np.array([[3, 3]]), ints(0, 0))
-    assert flow is not None
-    assert flow.tolist() == [0]
+    assert flow.is_whole
+    assert flow.sent.tolist() == [0]
 
 
 def test_no_flow_is_cheaper_than_what_a_linear_program_finds() -> None:
@@ -60,10 +60,14 @@ def test_no_flow_is_cheaper_than_what_a_linear_program_finds() -> None:
         np.subtract.at(ends, (heads, np.arange(len(tails))), 1)
         weights = costs @ [1e4, 1.0]
         best = linprog(weights, A_eq=ends, b_eq=supply)
-        assert (flow is not None) == (best.status == 0)
-        if flow is not None:
+        assert flow.is_whole == (best.status == 0)
+        assert (flow.sent >= 0).all()
+        for arc in range(num_arcs):
+            before, after = flow.prices[tails[arc]].tolist(), flow.prices[heads[arc]].tolist()
+            ahead = [before[0], before[1] + costs[arc, 0], before[2] + costs[arc, 1]]
+            assert ahead == after if flow.sent[arc] else ahead >= after
+        if flow.is_whole:
             found += 1
-            assert (flow >= 0).all()
-            assert (ends @ flow == supply).all()
-            assert weights @ flow == pytest.approx(best.fun, rel=1e-9, abs=1e-6)
+            assert (ends @ flow.sent == supply).all()
+            assert weights @ flow.sent == pytest.approx(best.fun, rel=1e-9, abs=1e-6)
     assert found >= 50

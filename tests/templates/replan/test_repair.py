@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.templates.plan import Plan
-from resilient.templates.replan.repair import repairs
 from resilient.templates.search.template_sizes import node_counts
-from tests.templates.jobs import cut, plan_of
+from tests.templates.jobs import cut, plan_of, repairs_of
 
 
 def plan_with(*sizes: int) -> Plan:
@@ -18,8 +17,8 @@ def plan_with(*sizes: int) -> Plan:
 def found(
     plan: Plan, nodes: list[int], n0: int, max_failures: int = 1, largest: int = 9, max_pipelines: int = 99
 ) -> list[tuple[str, list[tuple[int | None, int]]]]:
-    ways = repairs(plan, nodes, range(n0, largest + 1), min_pipelines=max_failures + 1, max_pipelines=max_pipelines)
-    return [(way.kind, list(way.pipelines)) for way in ways]
+    ways = repairs_of(plan, nodes, range(n0, largest + 1), min_pipelines=max_failures + 1, max_pipelines=max_pipelines)
+    return [(kind, list(pipelines)) for kind, pipelines in ways]
 
 
 def without(plan: Plan, *lost: int, joined: int = 0) -> list[int]:
@@ -29,8 +28,8 @@ def without(plan: Plan, *lost: int, joined: int = 0) -> list[int]:
 def test_nodes_that_are_left_over_may_stand_by() -> None:
     plan = plan_with(3, 2)
     live = without(plan, 0, joined=2)
-    ways = repairs(plan, live, range(2, 10), min_pipelines=2, max_pipelines=99, may_stand_by=True)
-    assert [(way.kind, way.pipelines) for way in ways] == [
+    ways = repairs_of(plan, live, range(2, 10), min_pipelines=2, max_pipelines=99, may_stand_by=True)
+    assert ways == [
         ("join", ((0, 3), (1, 3))),
         ("join", ((0, 3), (1, 2))),
     ]
@@ -159,12 +158,12 @@ def test_a_repair_exists_down_to_f_plus_1_times_n0_and_all_its_sizes_are_templat
     lost = data.draw(st.sets(st.sampled_from(plan.nodes), max_size=most_lost))
     nodes = without(plan, *lost, joined=data.draw(st.integers(0, n0)))
     sizes = node_counts(len(nodes), max_failures, n0)
-    ways = repairs(plan, nodes, sizes, min_pipelines=max_failures + 1, max_pipelines=99)
+    ways = repairs_of(plan, nodes, sizes, min_pipelines=max_failures + 1, max_pipelines=99)
     assert ways
-    for way in ways:
-        assert sum(size for _, size in way.pipelines) == len(nodes)
-        assert len(way.pipelines) >= max_failures + 1
-        assert all(size in sizes for _, size in way.pipelines)
+    for _, pipelines in ways:
+        assert sum(size for _, size in pipelines) == len(nodes)
+        assert len(pipelines) >= max_failures + 1
+        assert all(size in sizes for _, size in pipelines)
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.integers(1, 3), st.data())
@@ -173,6 +172,6 @@ def test_merging_makes_2_n0_less_k(n0: int, max_failures: int, more: int, data: 
     k = data.draw(st.integers(1, n0))
     nodes = without(plan, *range(k))
     sizes = node_counts(len(nodes), max_failures, n0)
-    (way,) = repairs(plan, nodes, sizes, min_pipelines=max_failures + 1, max_pipelines=99)
+    ((_, pipelines),) = repairs_of(plan, nodes, sizes, min_pipelines=max_failures + 1, max_pipelines=99)
     assert 2 * n0 - k in sizes
-    assert way.pipelines == ((1, 2 * n0 - k), *((i, n0) for i in range(2, max_failures + 1 + more)))
+    assert pipelines == ((1, 2 * n0 - k), *((i, n0) for i in range(2, max_failures + 1 + more)))

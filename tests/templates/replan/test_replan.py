@@ -17,11 +17,10 @@ from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan import replan as module
 from resilient.templates.replan.placement import Placer
-from resilient.templates.replan.repair import repairs
 from resilient.templates.replan.replan import first_plan, prepare, replan, templates_for
 from resilient.templates.replan.way import ReplanCandidate
 from resilient.templates.search.template_sizes import TooFewNodes, usable_nodes
-from tests.templates.jobs import MIB, cut, enough_nodes, layout, plan_of, problems, profile
+from tests.templates.jobs import MIB, cut, enough_nodes, layout, plan_of, problems, profile, repairs_of
 
 
 def replan_candidates(*args: Any, **kwargs: Any) -> list[ReplanCandidate]:
@@ -59,7 +58,7 @@ def check(problem: PlanningProblem, plan: Plan, live: Sequence[int]) -> None:
 def check_local(problem: PlanningProblem, before: Plan, live: Sequence[int]) -> None:
     """Each repair is among the candidates, with the pipelines that it does not concern as they were."""
     alive = set(live)
-    ways = repairs(
+    ways = repairs_of(
         before,
         live,
         templates_for(problem, len(live)).sizes,
@@ -68,11 +67,11 @@ def check_local(problem: PlanningProblem, before: Plan, live: Sequence[int]) -> 
     )
     found = replan_candidates(problem, before, live)
     usable = usable_nodes(problem, templates_for(problem, len(live)), len(live))
-    for way in ways:
-        if sum(size for _, size in way.pipelines) == usable:
+    for _, pipelines in ways:
+        if sum(size for _, size in pipelines) == usable:
             kept = [
                 (before.pipelines[index].template, before.pipelines[index].nodes)
-                for index, size in way.pipelines
+                for index, size in pipelines
                 if index is not None and alive.issuperset(before.pipelines[index].nodes)
                 if size == len(before.pipelines[index].nodes)
             ]

@@ -38,5 +38,5 @@ def test_first_change_with_slow_nodes_and_domains_loads_nothing_after_warm_up() 
 
     added, loaded = done.stdout.splitlines()
     assert added == ""
-    planning = {"most_worth", "_solve", "to_spread", "to_save", "_chain_times", "_fastest", "_fill_counted"}
+    planning = {"best_sizes", "split", "_solve", "to_spread", "to_save", "_chain_times", "_fastest", "_fill_counted"}
     assert planning | {"choose_senders"} <= {*loaded.split()}

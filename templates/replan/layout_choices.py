@@ -1,0 +1,122 @@
+"""The layouts among which pipelines of the next plan choose, by number, and the lines of each choice.
+
+A choice is one of the template sizes, with all layouts of that size, or a single layout. Choices and layouts are
+numbers and their lines are tables, so that what is asked of hundreds of pipelines is asked of a few arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+
+from resilient.templates.common.arrays import Ints, ranges
+from resilient.templates.composition.batch_split import (
+    LineTable,
+    least_line,
+    least_lines_of_sizes,
+    lines,
+    lines_of_sizes,
+    lone_lines_of_sizes,
+)
+from resilient.templates.plan import Plan
+from resilient.templates.template import PipelineTemplate, TemplateSet
+
+
+class LayoutChoices:
+    """Choices among the layouts of a set, and those of a plan before.
+
+    Args:
+        templates: The set.
+        plan: The plan; where it has a layout of the set, it is that object.
+
+    Attributes:
+        layouts: The layouts.
+        num_nodes: Of each layout.
+        of_plan: The layout of each of the plan's pipelines.
+        are_of_set: Whether all of the plan's layouts are the set's.
+    """
+
+    def __init__(self, templates: TemplateSet, plan: Plan) -> None:
+        self._templates = templates
+        self.layouts = list(chain.from_iterable(templates.layouts))
+        numbers = {id(layout): number for number, layout in enumerate(self.layouts)}
+        self._num_of_set = len(self.layouts)
+        for pipeline in plan.pipelines:
+            if id(pipeline.template) not in numbers:
+                numbers[id(pipeline.template)] = len(self.layouts)
+                self.layouts.append(pipeline.template)
+        self.are_of_set = len(self.layouts) == self._num_of_set
+        self.num_nodes = np.array([layout.num_nodes for layout in self.layouts])
+        of_sizes = np.cumsum([0, *map(len, templates.layouts)])[:-1]
+        self._numbers = numbers
+        self.of_plan = self.numbers([pipeline.template for pipeline in plan.pipelines])
+        self._firsts = np.concatenate((of_sizes, np.arange(len(self.layouts))))
+        self._tables: dict[tuple[bool, bool], LineTable] = {}
+
+    def numbers(self, layouts: Sequence[PipelineTemplate]) -> Ints:
+        """Return the numbers of layouts."""
+        return np.array([self._numbers[id(layout)] for layout in layouts], dtype=np.int64)
+
+    def of_sizes(self, sizes: Ints) -> Ints:
+        """Return the choices among all layouts of template sizes."""
+        return sizes - self._templates.sizes[0]
+
+    def single(self, layouts: Ints) -> Ints:
+        """Return the choices that are one layout each."""
+        return layouts + len(self._templates.sizes)
+
+    def layout_of(self, singles: Ints) -> Ints:
+        """Return the layouts of choices that are one layout each."""
+        return singles - len(self._templates.sizes)
+
+    def lines(self, *, alone: bool) -> LineTable:
+        """Return the lines of all choices, of a plan's only pipeline or not. [choices, most lines]"""
+        key = alone, False
+        if key not in self._tables:
+            more = [lines((layout,), alone=alone)[0] for layout in self.layouts[self._num_of_set :]]
+            table = _lines_of(self._templates, alone)
+            self._tables[key] = table.with_lines(more) if more else table
+        return self._tables[key]
+
+    def least_lines(self, *, alone: bool) -> LineTable:
+        """Return the lines that no slow node makes faster (:func:`.batch_split.least_line`) of layouts. [layouts, 1]"""
+        key = alone, True
+        if key not in self._tables:
+            more = [least_line(layout, alone=alone) for layout in self.layouts[self._num_of_set :]]
+            table = _least_lines_of(self._templates, alone)
+            self._tables[key] = table.with_lines(more) if more else table
+        return self._tables[key]
+
+    def fastest(self, choices: Ints, counts: Ints, *, alone: bool) -> Ints:
+        """Return the layout of each pipeline that is done first.
+
+        Args:
+            choices: Of the pipelines.
+            counts: Their microbatches.
+            alone: Whether there is only one.
+        """
+        fill, slowest, round_size = self.lines(alone=alone).rows(choices)
+        return self._firsts[choices] + (fill + -(-counts[:, None] // round_size) * slowest).argmin(axis=1)
+
+
+@lru_cache(maxsize=32)
+def _lines_of(templates: TemplateSet, alone: bool) -> LineTable:
+    of_sizes = (lone_lines_of_sizes if alone else lines_of_sizes)(templates)
+    width = of_sizes.fill.shape[1]
+    singles = (each.repeat(width, axis=1) for each in _layout_by_layout(templates, of_sizes))
+    return LineTable(*map(np.concatenate, zip(of_sizes, singles, strict=True)))
+
+
+@lru_cache(maxsize=32)
+def _least_lines_of(templates: TemplateSet, alone: bool) -> LineTable:
+    return _layout_by_layout(templates, least_lines_of_sizes(templates, alone=alone))
+
+
+def _layout_by_layout(templates: TemplateSet, of_sizes: LineTable) -> LineTable:
+    """Return the line of each layout, of those of all sizes. [layouts, 1]"""
+    lengths = np.array(list(map(len, templates.layouts)))
+    size = np.repeat(np.arange(len(lengths)), lengths)
+    return LineTable(*(each[size, ranges(np.zeros_like(lengths), lengths)][:, None] for each in of_sizes))
