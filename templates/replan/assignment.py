@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it loads numba, and most processes that import the planner 
 FORBIDDEN = -1
 """The price of a pair that must not be."""
 
-_NO_GROUP = -1
+_NO_GROUP = _NONE = -1
 
 _MOST_LEARNT = 4
 """So many of the last bounds that were learnt are looked at."""
@@ -229,23 +229,33 @@ def _flows(prices: Ints, places: _Types, nodes: _Types) -> _Found | None:
     place_types = place_kinds + num_places
     nowhere = place_types + len(places.kind)
     arcs = (
-        (own_node, place_types + own_place, own_price),
         (node_kinds + node_kind, place_kinds + place_kind, prices[place_kind, node_kind]),
         (node_kinds + np.arange(num_kinds), np.full(num_kinds, nowhere), np.zeros(num_kinds, dtype=np.int64)),
         (np.arange(node_kinds), node_kinds + nodes.kind, np.zeros(node_kinds, dtype=np.int64)),
         (place_kinds + places.kind, place_types + np.arange(len(places.kind)), np.zeros_like(places.kind)),
+        (own_node, place_types + own_place, own_price),
     )
     tails, heads, price = (np.concatenate(parts) for parts in zip(*arcs, strict=True))
-    num_own, num_pairs = len(own_node), len(node_kind)
+    num_pairs, num_types = len(node_kind), node_kinds + len(places.kind)
+    num_inner = len(tails) - len(own_node)
     leaving = np.zeros(len(tails), dtype=np.int64)
-    leaving[num_own : num_own + num_pairs] = 1
+    leaving[:num_pairs] = 1
     num_left_over = int(nodes.num_items.sum() - places.num_items.sum())
     between = np.zeros(num_kinds + num_places, dtype=np.int64)
     supply = np.concatenate((nodes.num_items, between, -places.num_items, [-num_left_over]))
-    flow = cheapest_flow(tails, heads, np.stack((price, leaving), axis=1), supply)
+    basis = np.full(len(supply), _NONE)
+    basis[:node_kinds] = num_inner - num_types + np.arange(node_kinds)
+    basis[place_types:nowhere] = num_inner - len(places.kind) + np.arange(len(places.kind))
+    # Most stay in their group, so that is where the search begins: with pairs that are cheap.
+    staying = np.argsort(own_price, kind="stable")
+    for of in (own_node, own_place):
+        staying = staying[np.unique(of[staying], return_index=True)[1]]
+    node, place = own_node[staying], own_place[staying]
+    basis[np.where(nodes.num_items[node] < places.num_items[place], node, place_types + place)] = num_inner + staying
+    flow = cheapest_flow(tails, heads, np.stack((price, leaving), axis=1), supply, basis)
     if not flow.is_whole:
         return None
-    own, pairs, none, *_ = np.split(flow.sent, np.cumsum([num_own, num_pairs, num_kinds]))
+    pairs, none, _, own = np.split(flow.sent, [num_pairs, num_pairs + num_kinds, num_inner])
     kinds = np.concatenate((node_kind, np.arange(num_kinds)))
     goes = np.repeat(np.concatenate((place_kind, np.full(num_kinds, num_places))), np.concatenate((pairs, none)))
     order = np.argsort(np.repeat(kinds, np.concatenate((pairs, none))), kind="stable")

@@ -60,7 +60,7 @@ class NetworkFlow(NamedTuple):
     prices: Ints
 
 
-def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints) -> NetworkFlow:
+def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints, basis: Ints | None = None) -> NetworkFlow:
     """Return the cheapest of the flows that send most.
 
     Args:
@@ -68,25 +68,66 @@ def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints) -> Networ
         heads: Where they end. [arcs]
         costs: Of a unit, two parts that are at least 0; the second counts where the first is equal. [arcs, 2]
         supply: Of each node, negative where it takes; the sum is 0. [nodes]
+        basis: The arcs of the first basis, none by default: of each node the arc between it and the node that it hangs
+            on, -1 where it hangs on none. What it and all that hangs on it give must go along the arc, and if the arc
+            leads to it, that must not be nothing. [nodes]
     """
     num_nodes, num_arcs = len(supply), len(tails)
-    root, every = num_nodes, np.arange(num_nodes)
-    gives = supply >= 0
-    potential = np.zeros((num_nodes + 1, _PARTS), dtype=np.int64)
-    potential[:-1, 0] = np.where(gives, -1, 1)
-    tree = _Tree(
-        parent=np.append(np.full(num_nodes, root), _NONE),
-        arc=np.append(num_arcs + every, _NONE),
-        points_up=np.append(gives, False),
-        depth=np.append(np.ones(num_nodes, dtype=np.int64), 0),
-        child=np.append(np.full(num_nodes, _NONE), 0 if num_nodes else _NONE),
-        following=np.concatenate((every[1:], [_NONE, _NONE])),
-        previous=np.concatenate(([_NONE], every)),
-        potential=potential,
-    )
-    flow = np.concatenate((np.zeros(num_arcs, dtype=np.int64), np.abs(supply)))
+    flow = np.zeros(num_arcs + num_nodes, dtype=np.int64)
+    links = np.full((6, num_nodes + 1), _NONE)
+    points_up, potential = np.zeros(num_nodes + 1, dtype=np.bool_), np.zeros((num_nodes + 1, _PARTS), dtype=np.int64)
+    tree = _Tree(links[0], links[1], points_up, *links[2:], potential)
+    _plant(tails, heads, costs, supply, np.full(num_nodes, _NONE) if basis is None else basis, flow, tree)
     _solve(tails, heads, costs, flow, tree)
     return NetworkFlow(flow[:num_arcs], not flow[num_arcs:].any(), tree.potential[:-1])
+
+
+@compiled
+def _plant(tails: Ints, heads: Ints, costs: Ints, supply: Ints, basis: Ints, flow: Ints, tree: _Tree) -> None:
+    """Make the first tree, and the flow in it."""
+    root, num_arcs = len(supply), len(tails)
+    num_below = np.zeros(root + 1, dtype=np.int64)
+    for node in range(root):
+        arc = basis[node]
+        if arc == _NONE:
+            tree.parent[node] = root
+        else:
+            tree.parent[node] = heads[arc] if tails[arc] == node else tails[arc]
+        num_below[tree.parent[node]] += 1
+    # Those that nothing hangs on come first, and all others behind what hangs on them.
+    order, num_known = np.empty(root, dtype=np.int64), 0
+    for node in range(root):
+        if num_below[node] == 0:
+            order[num_known] = node
+            num_known += 1
+    left = np.append(supply, 0)
+    for at in range(root):
+        node = order[at]
+        parent, arc = tree.parent[node], basis[node]
+        tree.arc[node] = arc if arc != _NONE else num_arcs + node
+        tree.points_up[node] = left[node] >= 0 if arc == _NONE else tails[arc] == node
+        flow[tree.arc[node]] = left[node] if tree.points_up[node] else -left[node]
+        left[parent] += left[node]
+        sibling = tree.child[parent]
+        tree.child[parent], tree.following[node] = node, sibling
+        if sibling != _NONE:
+            tree.previous[sibling] = node
+        num_below[parent] -= 1
+        if num_below[parent] == 0 and parent != root:
+            order[num_known] = parent
+            num_known += 1
+    tree.depth[root] = 0
+    for at in range(root - 1, -1, -1):
+        node = order[at]
+        parent, sign = tree.parent[node], -1 if tree.points_up[node] else 1
+        tree.depth[node] = tree.depth[parent] + 1
+        for part in range(_PARTS):
+            tree.potential[node, part] = tree.potential[parent, part]
+        if basis[node] == _NONE:
+            tree.potential[node, 0] += sign
+        else:
+            for part in range(2):
+                tree.potential[node, part + 1] += sign * costs[basis[node], part]
 
 
 @compiled
