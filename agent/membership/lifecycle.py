@@ -99,14 +99,17 @@ class Lifecycle:
             self._regrouping.begin(at_boundary=True, cause="interruption")
             return
         members = parts.context.members
-        joining = parts.context.joining()
-        leaving = sorted(node for node, member in members.items() if member.leaving)
-        if leaving or (joining and not self._awaits_others([members[node] for node in joining])):
+        concerned = [member for member in members.values() if member.leaving or not member.admitted]
+        if not concerned:  # asked with every node that gets ready, it looks at all of them once
+            return
+        joining = parts.context.joining(concerned)
+        leaving = sorted(member.node for member in concerned if member.leaving)
+        if leaving or (joining and not self._awaits_others([members[node] for node in joining], concerned)):
             number = parts.context.generation + 1
             parts.context.record("boundary", generation=number, joining=joining, leaving=leaving)
             self._regrouping.begin(at_boundary=True, cause="join" if joining else "leave")
 
-    def _awaits_others(self, joining: Sequence[Member]) -> bool:
+    def _awaits_others(self, joining: Sequence[Member], concerned: Sequence[Member]) -> bool:
         """Return whether others are about to be able to join, too: a change costs as much for many as for one."""
         context = self._parts.context
         first, last = (choose(joining, key=lambda member: member.up_at) for choose in (min, max))
@@ -116,7 +119,7 @@ class Lifecycle:
             return False
         if not _are_all(joining) and context.now - max(last.up_at, waits_since) < _QUIET_S:
             return True
-        return any(not (other.admitted or other.leaving or other.is_ready) for other in context.members.values())
+        return any(not (other.admitted or other.leaving or other.is_ready) for other in concerned)
 
     def evict(self, node: int, cause: str) -> None:
         """Send away a node that does not do its part, and do without it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -162,10 +163,14 @@ class Context:
         """Return the nodes that the next plan may use."""
         return available(self.members.values(), self.settings.most_nodes)
 
-    def joining(self) -> list[int]:
-        """Return those of the nodes that the next plan may use that the generation in force does not know."""
+    def joining(self, concerned: Iterable[Member]) -> list[int]:
+        """Return those of the nodes that the next plan may use that the generation in force does not know.
+
+        Args:
+            concerned: Them, and others perhaps.
+        """
         if self.settings.most_nodes is None:
-            return available([member for member in self.members.values() if not member.admitted], None)
+            return available([member for member in concerned if not member.admitted], None)
         return [node for node in self.available() if not self.members[node].admitted]
 
     def ready_workers(self) -> list[WorkerId]:
