@@ -110,6 +110,28 @@ async def succeed(run_directory: Path, on_event: Callable[[dict[str, Any]], None
     return None if term is None else await _inherit(run_directory, office, on_event, term)
 
 
+async def succeed_without_store(
+    run_directory: Path, on_event: Callable[[dict[str, Any]], None], term: int
+) -> Coordinator:
+    """Take a job over to end it, whoever its store says leads it: the term in the run's folder decides alone.
+
+    Args:
+        run_directory: Folder of the run.
+        on_event: Given every event of the log, from the beginning.
+        term: Of the coordinator that is gone; who has begun a later one leads the job.
+
+    Returns:
+        The next coordinator, which does not listen yet.
+
+    Raises:
+        StillLedError: The coordinator is at work.
+        ResilientError, OSError, ValueError: It cannot be taken over from here, or need not be.
+    """
+    office = _office(run_directory)
+    begun = await _term_without_store(run_directory, office, term)
+    return await _inherit(run_directory, office, on_event, begun)
+
+
 class Attachment(JobControl):
     """Takes a job over and runs it to its end. Its nodes go on, and come back to the new coordinator by themselves.
 
@@ -177,9 +199,7 @@ async def end_orphaned_job(run_directory: str, host: str, term: int, reason: str
         OSError, ValueError: It cannot be taken over from here, or need not be.
     """
     folder = Path(run_directory)
-    office = _office(folder)
-    begun = await _term_without_store(folder, office, term)
-    coordinator = await _inherit(folder, office, lambda _: None, begun)
+    coordinator = await succeed_without_store(folder, lambda _: None, term)
     try:
         await coordinator.start(host, 0)
         if not coordinator.is_ending:  # or whoever was in office before had begun to

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from resilient.agent.attach import listen_where_it_was, succeed
+from resilient.agent.attach import listen_where_it_was, succeed, succeed_without_store
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
 from resilient.agent.journal.term import DeposedError, Term, newest_term
@@ -128,18 +128,23 @@ class Launcher(JobControl):
                 self._tell(event)
 
         give_up_at = time.monotonic() + self._options.orphan_s + _LINGER_S
+        why = ""
         while (newest := newest_term(self._run_directory)) == term:
             try:
                 coordinator = await succeed(self._run_directory, on_event)
                 if coordinator is not None:
                     return coordinator
-            except EtcdUnreachableError:
+                why = ""
+            except EtcdUnreachableError as error:
+                if self._is_signalled:  # to end the job takes no store, as when its nodes do
+                    return await succeed_without_store(self._run_directory, on_event, term)
                 if time.monotonic() > give_up_at:  # the nodes have not ended the job for want of it, so there are none
                     raise
+                why = f"; this one has not led it since, for want of etcd: {error}"
             await asyncio.sleep(self._options.heartbeat_s / 4)
         raise DeposedError(
             f"another coordinator has taken this job over (term {newest} in {self._run_directory}/term, this one's was "
-            f"{term}); follow it with: resilient status --run {self._run_directory}"
+            f"{term}); follow it with: resilient status --run {self._run_directory}{why}"
         )
 
     def _tell(self, event: dict[str, Any]) -> None:

@@ -176,9 +176,8 @@ class NodeAgent:
     def _wait(self, waited_s: float, why: object) -> None:
         self._vigil.wait(waited_s, why, self._welcome, self._where.host)
 
-    async def _end_job(self, welcome: Welcome) -> None:
+    async def _end_job(self, welcome: Welcome, reason: str) -> None:
         try:
-            reason = f"no coordinator for {welcome.orphan_s:g} s"
             await end_orphaned_job(welcome.run_directory, self._where.host, self._term, reason)
         except StillLedError as error:  # which goes on without this node
             logger.error("%s: %s; %s", self._name, error, self._where.link(self._door.address))

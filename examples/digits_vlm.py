@@ -4,8 +4,9 @@ The pictures are real: scikit-learn's 1,797 scanned digits of 8 x 8 pixels, 1 to
 has rows of 1 to 40 digits in all, each followed by its reading; most pages are short, few hold most of the digits. On
 one page in eight the rows are typed: it has no picture. The digits of the held-out set are never seen in training.
 
-    resilient run --nodes 5 examples/digits_vlm.py      on five (simulated) nodes
-    python examples/digits_vlm.py                       in one process
+    resilient run --nodes 5 examples/digits_vlm.py                          on five (simulated) nodes
+    resilient run --nodes 3 examples/digits_vlm.py --min-pipeline-nodes 1   on fewer than four
+    python examples/digits_vlm.py                                           in one process
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ digits; in one of eight they are named alone, and nothing is drawn.
 Of a digit alone nobody can tell which of its scans is meant, so the best picture is the mean of all of them. The
 held-out scans, never seen in training, are compared with what is drawn, and with the mean of all training scans.
 
-    resilient run --nodes 5 examples/draw_digits.py      on five (simulated) nodes
-    python examples/draw_digits.py                       in one process
+    resilient run --nodes 5 examples/draw_digits.py                          on five (simulated) nodes
+    resilient run --nodes 3 examples/draw_digits.py --min-pipeline-nodes 1   on fewer than four
+    python examples/draw_digits.py                                           in one process
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ picture, and it is said how the tones go. Most samples have few digits or tones,
 The sounds are made here, not recorded: of any pitch and loudness, in noise. They are encoded as spectrograms, as in the
 Audio Spectrogram Transformer (Gong et al., 2021, https://arxiv.org/abs/2104.01778).
 
-    resilient run --nodes 5 examples/sight_and_sound.py      on five (simulated) nodes
-    python examples/sight_and_sound.py                       in one process
+    resilient run --nodes 5 examples/sight_and_sound.py                          on five (simulated) nodes
+    resilient run --nodes 3 examples/sight_and_sound.py --min-pipeline-nodes 1   on fewer than four
+    python examples/sight_and_sound.py                                           in one process
 """
 
 from __future__ import annotations

@@ -89,6 +89,10 @@ class Network:
         """Have nothing of what a machine sends to the coordinator arrive; it hears it, and the others hear both."""
         _ip("-n", self._name(machine), "route", "replace", "blackhole", f"{self.own_address}/32")
 
+    def part(self, machine: int, other: int) -> None:
+        """Have nothing of what a machine sends to another arrive there; all else does."""
+        _ip("-n", self._name(machine), "route", "replace", "blackhole", f"{self.address(other)}/32")
+
     def shield(self, machine: int, ports: str) -> None:
         """Have no connection be made to ports of a machine, ``FIRST-LAST``; it connects to others, as it did."""
         _ip("-n", self._name(machine), "rule", "add", "ipproto", "tcp", "sport", ports, "blackhole")

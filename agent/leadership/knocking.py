@@ -41,6 +41,10 @@ class Door:
     Args:
         address: Of the first, host:port; or of the store that knows, as ``--store`` names it.
         heartbeat_s: Silence after which a connection counts as broken.
+
+    Attributes:
+        unreached: Why the store could not be asked last, and over which links; "" where it could, or there is none.
+        run_directory: Folder of the run, once this node is told; None before.
     """
 
     def __init__(self, address: str, heartbeat_s: float) -> None:
@@ -48,7 +52,8 @@ class Door:
         self._address, self._url = ("", address) if address.startswith(SCHEME) else (address, "")
         self._store: LeaderStore | None = None
         self._vacant_since: float | None = None
-        self._is_blind = self._has_complained = False
+        self._is_blind = False
+        self.unreached = ""
         self.run_directory: str | None = None
 
     @property
@@ -77,7 +82,7 @@ class Door:
         loop = asyncio.get_running_loop()
         began, delay_s = loop.time(), 0.05
         while True:
-            why: object = "nobody leads the job"
+            why: object = None
             for address in await self._addresses(term):
                 try:
                     connection = await self._open(session, address)
@@ -99,9 +104,15 @@ class Door:
                     why = "it does not answer"
                 except (aiohttp.ClientError, OSError) as error:
                     why = getattr(error, "strerror", None) or error
-            wait(loop.time() - began, why)
+            wait(loop.time() - began, self._in_all(why))
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, self._heartbeat_s / 4)  # to be back in time
+
+    def _in_all(self, why: object) -> object:
+        """Return why nobody opens, and why none is found where others would be."""
+        if why is None:
+            return self.unreached or "nobody leads the job"
+        return f"{why}; {self.unreached}" if self.unreached else why
 
     async def _open(self, session: aiohttp.ClientSession, address: str) -> aiohttp.ClientWebSocketResponse[bool]:
         """Knock at one address; not for longer than somebody leads the job there, where that is known.
@@ -178,11 +189,11 @@ class Door:
         try:
             leader = await asyncio.to_thread(store.leader)
         except (EtcdUnreachableError, ArgumentError) as error:
-            if not self._has_complained:
+            if not self.unreached:
                 logger.warning("where the coordinator is cannot be asked: %s", error)
-            self._has_complained, self._vacant_since = True, None
+            self.unreached, self._vacant_since = str(error), None
             return None
-        self._has_complained = False
+        self.unreached = ""
         if leader is None:
             self._vacant_since = self._vacant_since or asyncio.get_running_loop().time()
             return None

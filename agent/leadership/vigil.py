@@ -40,7 +40,7 @@ class Vigil:
         address: Where it was told to join, for messages.
         heartbeat_s: Of the job.
         patience_s: How long to wait for the first coordinator, and for the node that ends the job at last.
-        end_job: Ends the job of a ``Welcome`` for want of a coordinator; called once.
+        end_job: Ends the job of a ``Welcome`` for want of a coordinator, for a reason; called once.
         link: Returns what is known of the link to the coordinator.
     """
 
@@ -50,7 +50,7 @@ class Vigil:
         address: str,
         heartbeat_s: float,
         patience_s: float,
-        end_job: Callable[[Welcome], Awaitable[None]],
+        end_job: Callable[[Welcome, str], Awaitable[None]],
         link: Callable[[], str],
     ) -> None:
         self._door = door
@@ -90,8 +90,11 @@ class Vigil:
         if waited_s <= welcome.orphan_s + turn_s:
             return
         if self._ending is None:
-            logger.warning("node %d: no coordinator for %g s: ending the job", welcome.node, welcome.orphan_s)
-            self._ending = asyncio.ensure_future(self._end_job(welcome))
+            reason = f"no coordinator for {welcome.orphan_s:g} s"
+            logger.warning("node %d: %s: ending the job", welcome.node, reason)
+            if self._door.unreached:  # whoever has to go on needs to know what to mend
+                reason += f"; {self._door.unreached}"
+            self._ending = asyncio.ensure_future(self._end_job(welcome, reason))
         elif waited_s > welcome.orphan_s + turn_s + self._patience_s:
             raise OrphanedError(
                 f"a coordinator must listen at {self._address}, got no answer for {waited_s:.0f} s ({why}; "

@@ -12,6 +12,7 @@ from resilient.agent.membership.next_generation.forming import (
     describe,
     form,
     message_for,
+    why_so_many,
     why_too_few,
 )
 from resilient.agent.membership.parts.change import Change
@@ -117,7 +118,10 @@ class Regrouping:
             parts.ending.need(error.needed)
             if change is None and parts.start_up.waits_for(error.needed - error.live):
                 return
-            self._ends.save_and_stop(agreement, why_too_few(parts.context.available(), error.needed))
+            why = why_too_few(parts.context.available(), error.needed)
+            if change is None:  # whoever has just started it may have meant another number, or another job
+                why += why_so_many(problem, error.needed)
+            self._ends.save_and_stop(agreement, why)
         except StateLostError as error:
             self._ends.save_and_stop(agreement, str(error))
         except ValueError as error:

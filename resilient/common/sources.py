@@ -15,17 +15,31 @@ from pathlib import Path
 
 PACKAGE = "resilient"
 
+_ALIAS = "__mp_main__"
+"""By which multiprocessing knows what the process was started by, once it is imported."""
+
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 
 _kept: dict[str, str] = {}
 """File -> digest, of modules that were imported before a fork."""
 
+_instead: dict[str, str] = {}
+"""Module -> file that counts in the place of its own."""
+
 
 def keep_sources() -> None:
     """Remember what this package and all modules loaded so far are made of, for the processes forked from here."""
     package_digest()
     _kept.update({file: digest for file in _user_files().values() if (digest := _digest(file))})
+
+
+def count_as_main(script: str) -> None:
+    """Have a script that this process has run, and whose job it goes on with, count as what the process was started by.
+
+    So that what is kept by its sources is found by the processes that are started to train the job.
+    """
+    _instead["__main__"] = os.path.abspath(script)
 
 
 def user_sources() -> dict[str, str]:
@@ -55,12 +69,13 @@ def package_digest() -> str:
 
 
 def _user_files() -> dict[str, str]:
-    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    loaded = list(sys.modules.items())
+    files = {name: _instead.get(name) or getattr(module, "__file__", None) for name, module in loaded}
     return {
         name: file
         for name, file in files.items()
         if isinstance(file, str)
-        and name.partition(".")[0] != PACKAGE
+        and name.partition(".")[0] not in (PACKAGE, _ALIAS)
         and not file.startswith(_STANDARD)
         and _INSTALLED.isdisjoint(Path(file).parts)
     }

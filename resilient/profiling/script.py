@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 
+from resilient.common.sources import count_as_main
 from resilient.protocol.forkserver import seed_script
 from resilient.runtime.job import Job
 
@@ -21,6 +22,8 @@ _described: ContextVar[list[Job] | None] = ContextVar("described_jobs", default=
 
 def job_of(script: str, arguments: Sequence[str]) -> Job:
     """Run a script as a worker of ``resilient run`` would, and return the job it wants to train.
+
+    From then on this process's sources are those of a worker: what is kept by them is what workers find.
 
     Args:
         script: Path of the script.
@@ -46,6 +49,7 @@ def job_of(script: str, arguments: Sequence[str]) -> Job:
         _described.reset(token)
     if not jobs:
         raise ValueError(f"script must call Trainer.fit, got {script}, which ended without it; check its arguments")
+    count_as_main(script)
     return jobs[0]
 
 

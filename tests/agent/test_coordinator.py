@@ -292,7 +292,8 @@ def test_job_that_cannot_be_planned_is_stopped_with_the_reason(tmp_path: Path) -
         await make_ready(served, min_pipeline_nodes=2)
         stopped = await served.event("stopped")
         assert stopped["exit_code"] == 3
-        assert stopped["reason"].startswith("2 nodes are live ([0, 1]), 4 are needed; start again with: ")
+        needed = "4 are needed, for 2 pipelines of 2 nodes (max_failures=1, min_pipeline_nodes=2)"
+        assert stopped["reason"].startswith(f"2 nodes are live ([0, 1]), {needed}; start again with: ")
 
     with_coordinator(tmp_path, scenario)
 

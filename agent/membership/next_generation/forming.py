@@ -121,6 +121,16 @@ def why_too_few(nodes: Sequence[int], needed: int) -> str:
     return f"{live}, {needed} {_be(needed)} needed"
 
 
+def why_so_many(problem: PlanningProblem, needed: int) -> str:
+    """Return why a job needs so many nodes, by what its script says."""
+    pipelines = problem.max_failures + 1
+    each = needed // pipelines
+    what = f"max_failures={problem.max_failures}"
+    if each == problem.min_pipeline_nodes:
+        what += f", min_pipeline_nodes={each}"
+    return f", for {counted(pipelines, 'pipeline')} of {counted(each, 'node')} ({what})"
+
+
 def _be(number: int) -> str:
     return "is" if number == 1 else "are"
 

@@ -66,9 +66,14 @@ class TemplateRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRow:
-    """A pipeline of a plan; ``tp_degrees`` and ``shards`` as of a template."""
+    """A pipeline of a plan; ``tp_degrees`` and ``shards`` as of a template.
+
+    Args:
+        layers: Of each stage, the first layer and one past the last.
+    """
 
     num_nodes: int
+    layers: tuple[tuple[int, int], ...]
     tp_degrees: tuple[int, ...]
     shards: tuple[int, ...]
     num_microbatches: int
@@ -223,6 +228,7 @@ def build_plan_report(
         pipelines=tuple(
             PipelineRow(
                 num_nodes=pipeline.template.num_nodes,
+                layers=tuple((stage.first_layer, stage.end_layer) for stage in pipeline.template.stages),
                 tp_degrees=tuple(stage.tp_degree for stage in pipeline.template.stages),
                 shards=tuple(stage.shard for stage in pipeline.template.stages),
                 num_microbatches=pipeline.num_microbatches,

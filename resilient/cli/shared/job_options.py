@@ -267,6 +267,9 @@ def _measured_batch(costs: ModelProfile, global_batch: int | None, microbatch: i
             microbatch,
             "leave it out, or profile with another",
         )
+    if global_batch is None and microbatch is not None:
+        fix = f"give the job's, a multiple of its microbatch {microbatch}"
+        raise ArgumentError("global_batch", "be given with {profile}", "none", fix)
     if global_batch is None or microbatch is None:
         raise ArgumentError(
             "{global_batch} and {microbatch}",

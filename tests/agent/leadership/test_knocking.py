@@ -14,6 +14,7 @@ from resilient.agent.leadership.knocking import Door, session_for
 from resilient.agent.leadership.leader_store import Leader, LeaderStore
 from resilient.agent.leadership.office import Office, write_office
 from resilient.common.job_certificate import server_context
+from resilient.errors import ResilientError
 from tests.etcd_server import EtcdServer, etcd_server, needs_etcd
 
 pytestmark = needs_etcd
@@ -129,3 +130,33 @@ def test_leader_of_another_job_at_the_same_prefix_is_not_followed(server: EtcdSe
         await runner.cleanup()
 
     asyncio.run(story())
+
+
+def test_node_that_cannot_ask_the_store_says_so_and_over_which_link(tmp_path: Path) -> None:
+    """That nobody leads the job is not known; nor is it when a coordinator whose address is known does not open."""
+
+    async def story(address: str) -> None:
+        store = f"127.0.0.1:{address.rpartition(':')[2]}"
+        told = f"etcd must answer at {store}, got "
+        waits: list[str] = []
+
+        def wait(waited_s: float, why: object) -> None:
+            waits.append(str(why))
+            if len(waits) == 2:
+                raise ResilientError("enough")
+
+        door = Door(f"etcd://{store}/job", 0.5)
+        async with session_for("t") as session:
+            with pytest.raises(ResilientError, match=r"^enough$"):
+                await door.knock(session, 0, wait)
+            assert all(why.startswith(told) and f"(127.0.0.1 -> {store}: no answer yet" in why for why in waits), waits
+            write_office(tmp_path, Office(address=address, token="t", pid=1, term=1, store=f"etcd://{store}/job"))
+            door.run_directory = str(tmp_path)
+            waits.clear()
+            with pytest.raises(ResilientError, match=r"^enough$"):
+                await door.knock(session, 0, wait)
+        assert all(f"; {told}" in why for why in waits), waits
+
+    with socket.socket() as unheard:  # nobody listens
+        unheard.bind(("127.0.0.1", 0))
+        asyncio.run(story("127.0.0.1:{1}".format(*unheard.getsockname())))

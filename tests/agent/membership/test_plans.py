@@ -117,7 +117,8 @@ def test_job_that_cannot_be_planned_stops_after_the_attempt(num_nodes: int, live
     job.start()
     assert job.stop is not None
     assert job.stop.exit_code == 3
-    assert job.stop.reason == f"{live}, 4 are needed; start again with: resilient run --nodes 4 train.py"
+    needed = "4 are needed, for 2 pipelines of 2 nodes (max_failures=1, min_pipeline_nodes=2)"
+    assert job.stop.reason == f"{live}, {needed}; start again with: resilient run --nodes 4 train.py"
 
 
 def _wait(job: Job) -> None:

@@ -111,6 +111,7 @@ def test_waiting_is_no_stall() -> None:
     assert "detected" not in job.kinds()
 
 
+WHY = ", for 2 pipelines of 2 nodes (max_failures=1, min_pipeline_nodes=2)"
 AGAIN = "start again with: resilient run --nodes 4 train.py"
 
 
@@ -146,13 +147,13 @@ def test_job_whose_lost_node_nobody_replaces_before_the_first_generation_is_to_b
     assert job.stop is None
     pass_time(job, WAIT_S)
     assert job.stop is not None
-    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 2, 3]), 4 are needed; {AGAIN}")
+    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 2, 3]), 4 are needed{WHY}; {AGAIN}")
 
 
 def test_job_that_is_not_to_wait_ends_with_a_node_lost_before_the_first_generation() -> None:
     job = starting(0.0)
     assert job.stop is not None
-    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 2, 3]), 4 are needed; {AGAIN}")
+    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 2, 3]), 4 are needed{WHY}; {AGAIN}")
     assert "too_few" not in job.kinds()
 
 
@@ -160,7 +161,7 @@ def test_job_that_was_started_with_too_few_nodes_waits_for_nobody() -> None:
     job = Job(num_nodes=3, wait_for_nodes_s=WAIT_S)
     job.start()
     assert job.stop is not None
-    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 1, 2]), 4 are needed; {AGAIN}")
+    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 1, 2]), 4 are needed{WHY}; {AGAIN}")
 
 
 def test_job_that_is_not_to_wait_saves_at_once() -> None:

@@ -55,10 +55,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @contextmanager
-def elected(folder: Path, server: EtcdServer, *words: object) -> Iterator[Started]:
+def elected(
+    folder: Path, server: EtcdServer, *words: object, nodes: int = NODES, options: str = ""
+) -> Iterator[Started]:
     """Start a job whose coordinators are elected."""
-    options = f"{HEARTBEAT} --store etcd://{server.endpoint}/jobs/this"
-    with started(folder / "run", *words, nodes=NODES, options=options) as job:
+    options = f"{HEARTBEAT} --store etcd://{server.endpoint}/jobs/this {options}"
+    with started(folder / "run", *words, nodes=nodes, options=options) as job:
         yield job
 
 
@@ -212,7 +214,7 @@ class LedFromOutside:
 
 
 @contextmanager
-def led_from_outside(folder: Path) -> Iterator[LedFromOutside]:
+def led_from_outside(folder: Path, options: str = LONGER, *more: object) -> Iterator[LedFromOutside]:
     """Start such a job, up to a step that waits for a gate; etcd's machine is the last one."""
     words, (gate,) = held(folder, 6)
     (folder / "token").write_text("a secret of this test\n")
@@ -223,7 +225,9 @@ def led_from_outside(folder: Path) -> Iterator[LedFromOutside]:
         url = f"etcd://{server.endpoint}/jobs/this"
         alone = f"--no-local-nodes --host {network.own_address} --port 29400 --token-file {folder / 'token'}"
         with (
-            started(folder / "run", *SMALL, *words, nodes=OUTSIDE, options=f"{LONGER} --store {url} {alone}") as job,
+            started(
+                folder / "run", *SMALL, *words, *more, nodes=OUTSIDE, options=f"{options} --store {url} {alone}"
+            ) as job,
             agents_on(folder, network, OUTSIDE, url) as joined,
         ):
             job.wait_for_step(5)

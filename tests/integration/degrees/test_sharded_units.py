@@ -46,6 +46,24 @@ def check(run: Run, alone: tuple[Path, str]) -> None:
     assert all(recovery["lost_steps"] <= 1 for recovery in run.report["recoveries"]), run.report["recoveries"]
 
 
+@pytest.mark.parametrize("phase", ["gather", "llm.backward"])
+def test_node_killed_whose_workers_divide_the_language_model_and_the_encoders(
+    phase: str, alone: tuple[Path, str], tmp_path: Path
+) -> None:
+    """All units are lanes of the same devices, before and after; samples go where the planner places them."""
+    killed = fail_at(node=1, step=3, phase=phase)
+    run = run_job(tmp_path, *JOB, *PLANNER, script=SCRIPT, nodes=3, workers_per_node=2, inject=[killed])
+    check(run, alone)
+    assert [(fired["node"], fired["step"]) for fired in run.failures] == [(1, 3)]
+    assert [generation["nodes"] for generation in run.generations] == [[0, 1, 2], [0, 2]]
+    assert [recovery["lost_steps"] for recovery in run.report["recoveries"]] == [1]
+    for generation in run.generations:
+        for pipeline in generation["pipelines"]:
+            lanes = {(stage["lane"].partition(".")[0], stage["local_rank"]) for stage in pipeline["stages"]}
+            assert lanes == {("vision", 0), ("audio", 0), ("llm", 0)}
+            assert all(stage["sharded"] and stage["num_workers"] == 2 for stage in pipeline["stages"])
+
+
 @pytest.mark.timeout(400)  # three jobs, one after the other, and one process
 def test_checkpoint_is_resumed_with_one_worker_a_node_and_back(alone: tuple[Path, str], tmp_path: Path) -> None:
     """One of the workers is killed at the end."""

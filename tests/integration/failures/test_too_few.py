@@ -76,7 +76,8 @@ def test_job_with_too_few_nodes_from_the_start_says_how_many_it_needs(tmp_path: 
     run = run_job(tmp_path / "run", nodes=3)
     assert run.exit_code == 3
     assert run.reason.startswith(
-        "3 nodes are live ([0, 1, 2]), 4 are needed; start again with: resilient run --nodes 4"
+        "3 nodes are live ([0, 1, 2]), 4 are needed, for 2 pipelines of 2 nodes (max_failures=1, min_pipeline_nodes=2);"
+        " start again with: resilient run --nodes 4"
     )
     assert run.losses == {}
 

@@ -56,6 +56,23 @@ def test_modules_that_were_imported_before_a_fork_are_told_as_they_were_then(tmp
     assert [name for name in before if before[name] != after[name]] == ["train.py"]
 
 
+def test_process_that_goes_on_with_the_job_of_a_script_tells_what_the_script_would(tmp_path: Path) -> None:
+    """It may have imported multiprocessing, which gives a name of its own to what it was started by."""
+    script, _ = write(tmp_path)
+    describing = tmp_path / "describing.py"
+    describing.write_text(
+        f"""
+import contextlib, io, json, multiprocessing, runpy
+from resilient.common.sources import count_as_main, package_digest, user_sources
+with contextlib.redirect_stdout(io.StringIO()):
+    runpy.run_path({str(script)!r}, run_name="__main__")
+count_as_main({str(script)!r})
+print(json.dumps([user_sources(), package_digest()]))
+"""
+    )
+    assert told(describing) == told(script)
+
+
 def test_package_differs_by_any_of_its_files_wherever_it_lies(tmp_path: Path) -> None:
     script, _ = write(tmp_path)
     _, here = told(script)

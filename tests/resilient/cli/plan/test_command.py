@@ -329,6 +329,12 @@ def test_bad_profiles_are_refused_with_the_fix(tmp_path: Path) -> None:
         2,
         "error: --microbatch must be 32, the one that --profile is of, got 16; leave it out, or profile with another\n",
     )
+    ended = run({**SMALL, "--model": None, "--profile": str(path), "--microbatch": None, "--global-batch": None})
+    assert (ended.exit_code, ended.output) == (
+        2,
+        "error: --global-batch must be given with --profile, got none; give the job's, a multiple of its microbatch "
+        "32\n",
+    )
     path.write_bytes(replace(derive_profile("bert-large", "a40"), microbatch=None).to_json())
     ended = run({**SMALL, "--model": None, "--profile": str(path), "--microbatch": None})
     assert (ended.exit_code, ended.output) == (
