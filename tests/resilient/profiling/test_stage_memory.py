@@ -80,9 +80,21 @@ def llama() -> Job:
     return make_job(model=model, dataset=Texts(), precision="fp32", microbatch=2, global_batch=16)
 
 
+def convolutions() -> Job:
+    """Four layers with small states and large activations, in front of one with large states."""
+    layers = [
+        lambda: nn.Unflatten(1, (1, 16, 16)),
+        lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU()),
+        *[lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())] * 3,
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(8 * WIDTH, WIDTH)),
+    ]
+    model = Chain(layers, summed_loss)
+    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=64, global_batch=512)
+
+
 @pytest.fixture(scope="module")
 def jobs() -> dict[str, tuple[Job, ModelProfile]]:
-    made = {"chain": chain(), "llama": llama()}
+    made = {"chain": chain(), "llama": llama(), "convolutions": convolutions()}
     return {
         name: (job, measure(job, job.layouts(), draw_samples(job), on_layer=lambda _: None))
         for name, job in made.items()
@@ -104,6 +116,17 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
     "llama, none wait in a first stage": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 0, ScheduleKind.ZB_H2),
     "llama, halves of 2 tensor-parallel devices": ("llama", pipeline((0, 3, 6), 8, 0, 2, 2), 1, ScheduleKind.ZB_H1),
     "llama, one half where layers run again": ("llama", pipeline((0, 6), 8, 0, 1, recomputed=6), 0, ScheduleKind.ZB_H1),
+    **{
+        f"convolutions, {kind.value} and stage {row} of cut {cut}": (
+            "convolutions",
+            pipeline((0, cut, 6), 8, 0, 1, 1),
+            row,
+            kind,
+        )
+        for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.SPLIT, ScheduleKind.ZB_H1, ScheduleKind.ZB_H2)
+        for cut in (3, 4)
+        for row in (0, 1)
+    },
 }
 """The job, its pipeline, the stage that is looked at, and the schedule if it is not 1F1B."""
 
@@ -127,6 +150,10 @@ def test_gradients_that_wait_in_a_block_are_the_derived_ones(jobs: dict[str, tup
     (derived,) = block_works("llm", shape, 2, TOKENS)
     measured = jobs["llama"][1].layers[1].costs[0]
     assert measured.deferred_bytes == 2 * (derived.deferred_bytes + derived.sharded_deferred_bytes), "4 bytes, not 2"
+
+
+def test_what_is_read_counts_once_where_a_view_of_it_comes_in(jobs: dict[str, tuple[Job, ModelProfile]]) -> None:
+    assert jobs["convolutions"][1].layers[1].costs[0].activation_bytes == 64 * WIDTH * 4
 
 
 def planned(profile: ModelProfile, plan: Plan, row: int) -> int:
