@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from resilient.templates.inputs.known_models import Blocks
 from resilient.templates.inputs.layer_work import block_works
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem, Sharding
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind
+from resilient.templates.search.partition import plan_templates
 from resilient.templates.search.stage_cost_model import StageCosts
 from tests.resilient.pipeline.test_executor_ranks import STEP, installed, work_of, write_initial
 from tests.resilient.pipeline.test_tensor_parallel import pipeline
@@ -143,6 +145,33 @@ def test_planned_memory_is_what_is_allocated(
     write_initial(job, tmp_path)
     rank = next(slot.rank for slot in plan.slots if slot.row_index == row)
     assert planned(profile, plan, row) == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.1)
+
+
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize("kind", CHUNK_KINDS)
+@pytest.mark.parametrize("name", ["chain", "llama"])
+def test_planned_memory_of_rows_with_two_stages_is_what_is_allocated(
+    name: str, kind: ScheduleKind, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
+) -> None:
+    """They do not hold their most at the same time, and one at a time runs."""
+    job, profile = jobs[name]
+    problem = PlanningProblem(
+        profile=profile,
+        num_microbatches=8,
+        cluster=Cluster(devices_per_node=1),
+        max_failures=0,
+        schedule=kind,
+        min_pipeline_nodes=3,
+        num_chunks=2,
+    )
+    (template,) = plan_templates(problem, 3).of(3)
+    laid_out = Pipeline(template=template, nodes=(0, 1, 2), num_microbatches=8)
+    plan = Plan(pipelines=(laid_out,), schedule_kind=kind)
+    job = replace(job, schedule=kind, num_chunks=2)
+    write_initial(job, tmp_path)
+    rank = next(slot.rank for slot in plan.slots if slot.row_index == row)
+    held = sum(stage.memory_bytes for stage in template.rows[row])
+    assert held == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.1)
 
 
 def test_gradients_that_wait_in_a_block_are_the_derived_ones(jobs: dict[str, tuple[Job, ModelProfile]]) -> None:
