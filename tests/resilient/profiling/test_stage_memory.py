@@ -153,8 +153,12 @@ def test_planned_memory_is_what_is_allocated(
 def test_planned_memory_of_rows_with_two_stages_is_what_is_allocated(
     name: str, kind: ScheduleKind, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
 ) -> None:
-    """They do not hold their most at the same time, and one at a time runs."""
+    """They do not hold their most at the same time, and one at a time runs.
+
+    Where zb-v turns back, a row hands on to itself what counts as sent and received: it is planned for a little more.
+    """
     job, profile = jobs[name]
+    profile = with_even_times(profile)  # for the same cuts every time
     problem = PlanningProblem(
         profile=profile,
         num_microbatches=8,
@@ -171,7 +175,8 @@ def test_planned_memory_of_rows_with_two_stages_is_what_is_allocated(
     write_initial(job, tmp_path)
     rank = next(slot.rank for slot in plan.slots if slot.row_index == row)
     held = sum(stage.memory_bytes for stage in template.rows[row])
-    assert held == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.1)
+    turns_back = kind is ScheduleKind.ZB_V and row == 2
+    assert held == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.12 if turns_back else 0.1)
 
 
 def test_gradients_that_wait_in_a_block_are_the_derived_ones(jobs: dict[str, tuple[Job, ModelProfile]]) -> None:
@@ -183,6 +188,13 @@ def test_gradients_that_wait_in_a_block_are_the_derived_ones(jobs: dict[str, tup
 
 def test_what_is_read_counts_once_where_a_view_of_it_comes_in(jobs: dict[str, tuple[Job, ModelProfile]]) -> None:
     assert jobs["convolutions"][1].layers[1].costs[0].activation_bytes == 64 * WIDTH * 4
+
+
+def with_even_times(profile: ModelProfile) -> ModelProfile:
+    """The profile, with layers that all take as long."""
+    times: dict[str, Any] = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0}
+    layers = [replace(layer, costs=tuple(replace(cost, **times) for cost in layer.costs)) for layer in profile.layers]
+    return replace(profile, layers=tuple(layers))
 
 
 def planned(profile: ModelProfile, plan: Plan, row: int) -> int:
