@@ -45,7 +45,7 @@ class StageSpec:
             parameters need; half of it where others do not wait for that, but it is not put off; 0 elsewhere.
         send_ms: Time of the messages of one round over the boundary before the stage, 0 for the first.
         memory_bytes: Most that one device holds: states, gradients and the activations in flight; under eager 1F1B
-            those of 1F1B.
+            those of 1F1B. Of a device with several stages, the stage's part of the most that it holds of all.
         max_in_flight: For eager 1F1B, how many rounds the memory holds; None where it is not limited.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -186,7 +187,7 @@ class LayerPass:
         entered = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in self._received.values()}
         wanted = {_address(tensor) for tensor in self._received.values() if tensor.requires_grad}
         own = sum(kept[each] for each in kept.keys() - parameters - handed_on - read.keys() - entered.keys())
-        entered_bytes = sum(entered[each] for each in (kept.keys() & entered.keys() | wanted) - handed_on)
+        entered_bytes = sum(entered[each] for each in (kept.keys() & entered.keys() | wanted) - handed_on - read.keys())
         found, deferred = self._split_backward()
         seen = PassSeen(
             activation_bytes=own + entered_bytes + sum(read[each] for each in kept.keys() & read.keys()),
@@ -200,12 +201,19 @@ class LayerPass:
         return seen
 
     def workspace_bytes(self, seen: PassSeen) -> int:
-        """Run forward and backward once more; return the most that is in use at a time beside what is kept."""
+        """Run forward and backward once more; return the most that is in use at a time beside what is kept.
+
+        As among other layers: what is handed on is held by who kept it, and its gradient goes when it was used. A
+        stage that ends with the layer holds both throughout, and counts them as such.
+        """
 
         def run() -> None:
             self._forward()
-            if self._ends:
-                self._backward()
+            ends, self._ends, self._sent = self._ends, [], {}
+            if ends:
+                behind = _Behind.apply(*ends)
+                del ends
+                torch.autograd.backward(behind)
             self._let_go()
 
         return max(0, most_allocated(run, self._job.device) - seen.own_bytes)
@@ -262,6 +270,19 @@ class LayerPass:
             return ()
         ones = [torch.ones_like(tensor) for tensor in self._ends]
         return torch.autograd.grad(self._ends, wanted, ones, allow_unused=True)
+
+
+class _Behind(torch.autograd.Function):
+    """What follows a layer: it keeps nothing, and makes the gradients of what it was given when they are needed."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
+        return given[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def _address(tensor: Tensor) -> int:

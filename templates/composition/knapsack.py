@@ -51,25 +51,53 @@ class Composed(NamedTuple):
 @compiled
 def least_step(asked: Composed, high: int) -> int:
     """Return the least time, up to ``high``, in which the best pipelines get through all microbatches."""
-    fill, slowest, low = asked.fill, asked.slowest, 0
+    fill, slowest, low, num_lines = asked.fill, asked.slowest, 0, _num_lines(asked)
     while low < high:
         middle = (low + high) // 2
-        if is_enough(asked, middle):
-            high = max(low, int((fill + (middle - fill) // slowest * slowest).max()))
+        before, after = low, high
+        for row in range(len(fill)):
+            for line in range(num_lines[row]):
+                ends = fill[row, line] + (middle - fill[row, line]) // slowest[row, line] * slowest[row, line]
+                before, after = max(before, ends), min(after, ends + slowest[row, line])
+        if _get_done(asked, num_lines, middle):
+            high = before
         else:
-            low = int((fill + ((middle - fill) // slowest + 1) * slowest).min())
+            low = after
     return low
+
+
+@compiled
+def _num_lines(asked: Composed) -> Ints:
+    """Return how many lines the rows have; they are filled up with their last one."""
+    fill, slowest, round_size = asked.fill, asked.slowest, asked.round_size
+    last = fill.shape[1] - 1
+    num_lines = np.ones(len(fill), dtype=np.int64)
+    for row in range(len(fill)):
+        for line in range(last):
+            if (
+                fill[row, line] != fill[row, last]
+                or slowest[row, line] != slowest[row, last]
+                or round_size[row, line] != round_size[row, last]
+            ):
+                num_lines[row] = line + 2
+    return num_lines
 
 
 @compiled
 def is_enough(asked: Composed, tau_ns: int) -> bool:
     """Return whether the best pipelines get through all microbatches in a time."""
+    return _get_done(asked, _num_lines(asked), tau_ns)
+
+
+@compiled
+def _get_done(asked: Composed, num_lines: Ints, tau_ns: int) -> bool:
+    """Return the same, knowing how many lines the rows have."""
     fill, slowest, round_size, smallest, may_idle, most, least, num_nodes, num_microbatches = asked
     each = np.full(smallest + len(fill), IMPOSSIBLE)
     at_most = 0
     for row in range(len(fill)):
         capacity = IMPOSSIBLE
-        for line in range(fill.shape[1]):
+        for line in range(num_lines[row]):
             done = (tau_ns - fill[row, line]) // slowest[row, line] * round_size[row, line]
             if done >= 1:
                 capacity = max(capacity, min(done, num_microbatches))

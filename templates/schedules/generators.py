@@ -99,7 +99,7 @@ def generate(
         if kind is ScheduleKind.FORWARD_ONLY:
             computations = forwards
         elif kind is ScheduleKind.ZB_V:
-            computations = _zb_v(row, num_rows, num_microbatches)
+            computations = there_and_back(row, num_rows, num_microbatches)
         else:
             computations = _in_turn(
                 forwards, backwards, min(warmup, len(forwards)), lag if kind in SPLIT_KINDS else None
@@ -161,8 +161,8 @@ def _in_turn(
     return np.concatenate(parts)[np.argsort(np.concatenate(keys))]
 
 
-def _zb_v(row: int, num_rows: int, num_microbatches: int) -> NDArray[np.int32]:
-    """Return a row's computations of ZB-V.
+def there_and_back(row: int, num_rows: int, num_microbatches: int) -> NDArray[np.int32]:
+    """Return a row's computations of ZB-V, in order, as codes of actions. [actions, 5]
 
     They fall into phases, in each of which some actions take turns: forwards of the stage on the way down; these and
     forwards of the one on the way up; whole microbatches of the latter; all of both; backwards for the inputs of both,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-import numpy as np
-
 from resilient.errors import ArgumentError
-from resilient.templates.common.arrays import Ints
 
 
 class ScheduleKind(str, Enum):
@@ -97,59 +94,19 @@ def most_in_flight(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> 
     raise ValueError(f"kind must train with one stage per row, got {kind.value}; its memory is not counted here")
 
 
-def most_deferred(kind: ScheduleKind, num_rows: int, num_chunks: int, num_microbatches: int) -> Ints:
-    """Return of how many microbatches gradients wait at most, between the parts of a split backward. [rows, chunks]
+def most_deferred(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return, per row, of how many microbatches gradients wait at most, between the parts of a split backward.
 
-    Those of one where a backward for weights follows its other half. Of several stages in a row not all have theirs at
-    the same time.
-
-    Args:
-        kind: One that trains.
-        num_rows: Rows of the pipeline.
-        num_chunks: Stages of each.
-        num_microbatches: The most that it can get.
-    """
-    row, chunk = np.arange(num_rows)[:, None], np.arange(num_chunks)
-    most = {
-        ScheduleKind.SPLIT: 1,
-        ScheduleKind.ZB_H1: row + 1,
-        ScheduleKind.ZB_H2: 2 * row + 1,
-        ScheduleKind.INTERLEAVED_ZB: row + 1,
-        ScheduleKind.ZB_V: np.maximum(1, row + 1 - chunk),
-    }.get(kind, 0)
-    return np.broadcast_to(np.minimum(most, num_microbatches), (num_rows, num_chunks))
-
-
-def chunks_in_flight(kind: ScheduleKind, num_rows: int, num_chunks: int, num_microbatches: int) -> Ints:
-    """Return how many microbatches of each chunk of each row are in flight at most. [rows, chunks]
-
-    Under zb-v the first chunk's first backward ends after ``2 rows - row`` of its forwards, the second one's after
-    ``row + 1``; then there is one of each in turn.
-
-    Of the interleaved kinds a chunk's backward is ``(num_chunks - 1 - 2 chunk) * group`` places further in its order
-    than its forward in the other, and the warm-up and what weights are put off further away: so what is in flight are
-    the chunk's forwards among so many in a row, of which each round has a group. Numbers of microbatches differ in the
-    sizes of their groups alone, and from some number on these are ``num_rows`` and one more.
+    Those of one where a backward for weights follows its other half.
 
     Args:
-        kind: One of ``CHUNK_KINDS``.
+        kind: One that trains, with one stage per row.
         num_rows: Rows of the pipeline.
-        num_chunks: Stages of each.
         num_microbatches: The most that it can get.
     """
-    row, chunk = np.arange(num_rows)[:, None], np.arange(num_chunks)
-    if num_chunks == 1:
-        return np.minimum(num_rows - row, num_microbatches)
-    if kind is ScheduleKind.ZB_V:
-        return np.minimum(np.where(chunk == 0, 2 * num_rows - row, row + 1), num_microbatches)
-    further = 2 * (num_rows - 1 - row) if kind is ScheduleKind.INTERLEAVED else np.full_like(row, num_rows - 1)
-    numbers = np.arange(1, min(num_microbatches, num_rows * (num_rows + 2)) + 1)
-    rounds = np.maximum(1, numbers // num_rows)
-    groups = np.stack([numbers // rounds, -(-numbers // rounds)])  # the smallest and the largest
-    last = np.append((np.diff(groups) != 0).any(axis=0), True)  # of equal ones the greatest number has the most
-    smallest, largest, number = (each[last][:, None, None] for each in (*groups, numbers))
-    warmup = (num_chunks - 1) * largest + further
-    later = num_chunks - 1 - 2 * chunk
-    among = warmup + later * np.where(later > 0, largest, smallest) + 1
-    full, rest = np.divmod(among, num_chunks * smallest)
-    return np.minimum(full * largest + np.minimum(rest, largest), number).max(axis=0)
+    each = {
+        ScheduleKind.SPLIT: lambda row: 1,
+        ScheduleKind.ZB_H1: lambda row: row + 1,
+        ScheduleKind.ZB_H2: lambda row: 2 * row + 1,
+    }.get(kind, lambda row: 0)
+    return tuple(min(each(row), num_microbatches) for row in range(num_rows))

@@ -15,7 +15,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.search.stage_cost_model import SingleDeviceCosts
+from resilient.templates.search.stage_cost_model import UNLIMITED, SingleDeviceCosts
 
 NO_TIME = 1 << 62
 """More than any time."""
@@ -25,20 +25,23 @@ class Room(NamedTuple):
     """The rows that chunks are cut for.
 
     Args:
-        in_flight: Microbatches that the rows keep of each chunk. [chunks, rows]
-        deferred: Those of them that are between the two parts of their backward. [chunks, rows]
+        stages: Bytes of layers i .. j - 1, as the costs have them: what is there once, of each microbatch in flight, of
+            each whose gradients wait, and what is used besides; with checkpoints of each and besides. [L, L + 1, 6]
         source: Where messages before the rows' stages come from, as the first dimension of the costs' ``send``.
             [chunks, rows]
-        others: What the rows' other stages take: time with activations kept and with checkpoints, in nanoseconds, and
-            the bytes of both. [rows, 4]
+        moments: At each moment the microbatches in flight of the last of the chunks and those of them whose gradients
+            wait, the same of the first one of two, and bytes of the rows' other stages with activations kept and with
+            checkpoints. [rows, moments, 6]
+        others: What these take: time with activations kept and with checkpoints, in nanoseconds, and the bytes that one
+            of them uses besides with both. [rows, 4]
         time: Most nanoseconds of a row.
         memory: Most bytes of a row.
         first_end: Where the first row's stage of the first chunk ends at the latest.
     """
 
-    in_flight: Ints
-    deferred: Ints
+    stages: Ints
     source: Ints
+    moments: Ints
     others: Ints
     time: int
     memory: int
@@ -46,47 +49,64 @@ class Room(NamedTuple):
 
 
 @compiled
-def stage_cost(
-    costs: SingleDeviceCosts, in_flight: int, deferred: int, source: int, i: int, j: int
-) -> tuple[int, int, int, int]:
-    """Return time with activations kept and with checkpoints, and the bytes of both, of layers ``i .. j - 1``.
+def times_of_layers(costs: SingleDeviceCosts, source: int, i: int, j: int) -> tuple[int, int]:
+    """Return time with activations kept and with checkpoints, of layers ``i .. j - 1``.
 
     Args:
         costs: Of layers.
-        in_flight: Microbatches that the stage keeps.
-        deferred: Those of them that are between the two parts of their backward.
-        source: Where its messages come from, as the first dimension of the costs' ``send``.
+        source: Where the stage's messages come from, as the first dimension of the costs' ``send``.
         i: First layer.
         j: One past the last one.
     """
     plain = costs.work[j] - costs.work[i] + costs.send[source, i]
-    again = plain + (costs.forward[j] - costs.forward[i] if costs.next_backward[i] < j else 0)
-    kept = costs.held[i, j] + in_flight * costs.kept[i, j] + deferred * costs.deferred[i, j] + costs.workspace[i, j]
-    inputs = costs.held[i, j] + in_flight * costs.inputs[i, j] + costs.largest[i, j]
-    return plain, again, kept, inputs
+    return plain, plain + (costs.forward[j] - costs.forward[i] if costs.next_backward[i] < j else 0)
 
 
 @compiled
-def _room_cost(costs: SingleDeviceCosts, room: Room, row: int, chunk: int, i: int, j: int) -> tuple[int, int, int, int]:
-    in_flight, deferred, source = room.in_flight[chunk, row], room.deferred[chunk, row], room.source[chunk, row]
-    return stage_cost(costs, in_flight, deferred, source, i, j)
+def _begun(costs: SingleDeviceCosts, room: Room, row: int, i: int, j: int) -> tuple[int, int, int, int]:
+    """Return the layers of a row's stage of the first of two chunks, and the row's times without the other one's."""
+    plain, again = times_of_layers(costs, room.source[0, row], i, j)
+    return i, j, plain + room.others[row, 0], again + room.others[row, 1]
 
 
 @compiled
 def _needed(
-    costs: SingleDeviceCosts, room: Room, row: int, chunk: int, before: tuple[int, int, int, int], i: int, j: int
+    costs: SingleDeviceCosts, room: Room, row: int, chunk: int, begun: tuple[int, int, int, int], i: int, j: int
 ) -> int:
-    """Return the time that a row needs for layers ``i .. j - 1`` beside its other stages and what ``before`` takes.
+    """Return the time that a row needs for layers ``i .. j - 1`` beside its other stages, those begun with them.
 
-    More than any time, where its memory does not hold them.
+    More than any time, where its memory does not hold them; at least so long, where that is more than a row may take.
     """
-    plain, again, kept, inputs = _room_cost(costs, room, row, chunk, i, j)
-    others = room.others[row]
-    if kept + before[2] + others[2] <= room.memory:
-        return plain + before[0] + others[0]
-    if inputs + before[3] + others[3] <= room.memory:
-        return again + before[1] + others[1]
-    return NO_TIME
+    plain, again = times_of_layers(costs, room.source[chunk, row], i, j)
+    plain += begun[2]
+    if plain > room.time or room.memory >= UNLIMITED:
+        return plain
+    fits = _fits(room.stages, room.moments, room.others, row, begun[0], begun[1], i, j, room.memory)
+    return plain if fits == 0 else again + begun[3] if fits > 0 else NO_TIME
+
+
+@compiled
+def _fits(
+    stages: Ints, moments: Ints, others: Ints, row: int, first: int, end: int, i: int, j: int, memory: int
+) -> int:
+    """Return 0 if a row's memory holds two stages beside others with activations kept, 1 with checkpoints, else -1."""
+    # numbers, and no views: what a call takes counts here
+    held, kept, waiting, inputs = stages[i, j, 0], stages[i, j, 1], stages[i, j, 2], stages[i, j, 4]
+    used, largest = max(others[row, 2], stages[i, j, 3]), max(others[row, 3], stages[i, j, 5])
+    kept_begun = waiting_begun = inputs_begun = most = most_again = 0
+    if first < end:
+        held += stages[first, end, 0]
+        used, largest = max(used, stages[first, end, 3]), max(largest, stages[first, end, 5])
+        kept_begun, waiting_begun, inputs_begun = stages[first, end, 1], stages[first, end, 2], stages[first, end, 4]
+    for at in range(moments.shape[1]):
+        moving = moments[row, at, 0] * kept + moments[row, at, 1] * waiting
+        moving += moments[row, at, 2] * kept_begun + moments[row, at, 3] * waiting_begun
+        most = max(most, moments[row, at, 4] + moving)
+        moving = moments[row, at, 0] * inputs + moments[row, at, 2] * inputs_begun
+        most_again = max(most_again, moments[row, at, 5] + moving)
+    if held + most + used <= memory:
+        return 0
+    return 1 if held + most_again + largest <= memory else -1
 
 
 @compiled
@@ -148,21 +168,23 @@ def _next_row(
 
     Returns the least time of a row under which that would be more.
     """
-    following, next_time = room.source.shape[1] - 1 - row, NO_TIME
+    following, next_time, limited = room.source.shape[1] - 1 - row, NO_TIME, room.memory < UNLIMITED
+    stages, moments, others, memory = room.stages, room.moments, room.others, room.memory
     for at in range(middle - following - first):
         begin = farthest[row, at]
         if begin < 0:
             continue
         i, j, stop = first + at, begin, end - following
+        send = costs.send[room.source[1, row], begin]
         if following == 0:
-            own = _room_cost(costs, room, row, 0, i, middle)
+            own = _begun(costs, room, row, i, middle)
             needed = _needed(costs, room, row, 1, own, begin, end)
             if needed > room.time:
                 next_time = min(next_time, needed)
             elif end > farthest[row + 1, middle - first]:
                 farthest[row + 1, middle - first], came_from[row + 1, middle - first] = end, at
             continue
-        least = _room_cost(costs, room, row, 0, i, i + 1)
+        least = _begun(costs, room, row, i, i + 1)
         while j < stop:
             half = (j + stop + 1) >> 1
             needed = _needed(costs, room, row, 1, least, begin, half)
@@ -171,9 +193,16 @@ def _next_row(
             else:
                 stop, next_time = half - 1, min(next_time, needed)
         for i_end in range(i + 1, min(middle - following, room.first_end if row == 0 else middle) + 1):
-            own = _room_cost(costs, room, row, 0, i, i_end)
+            own = _begun(costs, room, row, i, i_end)
             while j > begin:
-                needed = _needed(costs, room, row, 1, own, begin, j)
+                needed = own[2] + costs.work[j] - costs.work[begin] + send
+                if limited and needed <= room.time:  # what a call takes counts here
+                    fits = _fits(stages, moments, others, row, i, i_end, begin, j, memory)
+                    if fits > 0:
+                        needed += own[3] - own[2]
+                        needed += costs.forward[j] - costs.forward[begin] if costs.next_backward[begin] < j else 0
+                    elif fits < 0:
+                        needed = NO_TIME
                 if needed <= room.time:
                     break
                 j, next_time = j - 1, min(next_time, needed)
@@ -216,7 +245,7 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
             if earliest > 0:
                 next_time = min(next_time, costs.work[end] - costs.work[earliest - 1])
             for i_end in range(i + 1, min(end - 2 * following, room.first_end + 1 if row == 0 else end)):
-                own = _room_cost(costs, room, row, 0, i, i_end)
+                own = _begun(costs, room, row, i, i_end)
                 j = max(earliest, i_end + 2 * following)
                 while j < end:
                     needed = _needed(costs, room, row, 1, own, j, end)
@@ -255,7 +284,7 @@ def even_chunk(costs: SingleDeviceCosts, room: Room, first: int, end: int, ends:
         end: One past the last one.
         ends: Where the stages found end. [rows]
     """
-    num_rows, size, nothing = room.source.shape[1], end - first, (0, 0, 0, 0)
+    num_rows, size = room.source.shape[1], end - first
     least = np.full((num_rows + 1, size + 1), np.inf)
     came_from = np.zeros((num_rows + 1, size + 1), dtype=np.int64)
     least[0, 0] = 0.0
@@ -268,13 +297,11 @@ def even_chunk(costs: SingleDeviceCosts, room: Room, first: int, end: int, ends:
                 i, j = first + at, first + until
                 if row == 0 and j > room.first_end:
                     break
-                if _needed(costs, room, row, 0, nothing, i, j) > room.time:
+                whole = _needed(costs, room, row, 0, (0, 0, room.others[row, 0], room.others[row, 1]), i, j)
+                if whole > room.time:
                     break
-                plain, again, kept, _ = _room_cost(costs, room, row, 0, i, j)
-                others = room.others[row]
-                own, whole = plain, plain + others[0]
-                if kept + others[2] > room.memory:
-                    own, whole = again, again + others[1]
+                plain, again = times_of_layers(costs, room.source[0, row], i, j)
+                own = plain if whole == plain + room.others[row, 0] else again
                 total = least[row, at] + float(own) * own + float(whole) * whole
                 if total < least[row + 1, until]:
                     least[row + 1, until], came_from[row + 1, until] = total, at

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
-from resilient.templates.search.stage_cost_model import SingleDeviceCosts
+from resilient.templates.search.stage_cost_model import UNLIMITED, SingleDeviceCosts
 
 if TYPE_CHECKING:
     from resilient.templates.search.chunk_cuts import Room
 
 ChunkTable = Ints
-
-UNLIMITED = 1 << 50
-"""More than any time or memory of a row; sums over rows fit into 64 bits."""
 
 TIME, MEMORY = 0, 1
 """What there is a limit on."""
@@ -34,35 +31,55 @@ _STEPS = 1_000_000
 """Of loops, in which a limit is tried; takes about 5 ms. Of long models not every layer is tried as a chunk's first."""
 
 
+def bytes_at_moments(costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, bounds: ChunkTable) -> tuple[Ints, Ints]:
+    """Return what rows hold of each of their stages, with activations kept and with checkpoints.
+
+    Args:
+        costs: Of stages.
+        counts: Of microbatches, as of :class:`ChunkCuts`.
+        stage_at: The stages of chunks and rows. [chunks, rows]
+        bounds: Cuts. [..., stages + 1]
+
+    Returns:
+        Bytes at each moment, ``[..., chunks, rows, moments, 2]``, and those that a stage uses besides while it runs,
+        ``[..., chunks, rows, 2]``: of a row's stages one does at a time.
+    """
+    first, end = bounds[..., stage_at], bounds[..., stage_at + 1]
+    in_flight, waiting, held = counts[..., 0], counts[..., 1], costs.held[first, end][..., None]
+    plain = held + in_flight * costs.kept[first, end][..., None] + waiting * costs.deferred[first, end][..., None]
+    again = held + in_flight * costs.inputs[first, end][..., None]
+    once = np.stack([costs.workspace[first, end], costs.largest[first, end]], axis=-1)
+    return np.stack([plain, again], axis=-1), once
+
+
+def row_bytes(held: Ints, once: Ints) -> Ints:
+    """Return what rows hold at most, by what they do of their stages (:func:`bytes_at_moments`). [..., rows, 2]"""
+    return held.sum(axis=-4).max(axis=-2) + once.max(axis=-3)
+
+
 class ChunkCuts:
     """Cuts of a number of rows.
 
     Args:
         costs: Of stages.
-        in_flight: Microbatches that the rows keep of each chunk. [rows, chunks]
-        deferred: Those of them that are between the two parts of their backward. [rows, chunks]
+        counts: Microbatches that the rows keep of each chunk at each of some moments: those in flight, and those of
+            them whose gradients wait. [chunks, rows, moments, 2]
+        stage_at: The stages of chunks and rows. [chunks, rows]
         row_of: The row of each stage. [stages]
         source: Where the messages before each stage come from, as the first dimension of the costs' ``send``. [stages]
 
     Attributes:
-        kept: Microbatches that each stage keeps. [stages]
-        deferred: Those of them that are between the two parts of their backward. [stages]
-        stage_at: The stages of chunks and rows. [chunks, rows]
         is_short: Whether the model has so few layers that looks at limits take no time.
         leads_back: Whether the second chunk leads back up the rows.
     """
 
-    def __init__(
-        self, costs: SingleDeviceCosts, in_flight: ChunkTable, deferred: ChunkTable, row_of: Ints, source: Ints
-    ) -> None:
+    def __init__(self, costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, row_of: Ints, source: Ints) -> None:
         self.costs = costs
-        self.num_rows, self.num_chunks = in_flight.shape
-        self.row_of, self.source = row_of, source
-        chunk_of = np.arange(len(row_of)) // self.num_rows
-        self.kept, self.deferred = in_flight[row_of, chunk_of], deferred[row_of, chunk_of]
-        self.stage_at = np.empty((self.num_chunks, self.num_rows), dtype=np.int64)
-        self.stage_at[chunk_of, row_of] = np.arange(len(row_of))
+        self.counts, self.stage_at, self.row_of, self.source = counts, stage_at, row_of, source
+        self.num_chunks, self.num_rows = stage_at.shape
         self.is_short = len(costs.work) <= _SHORT
+        tables = (costs.held, costs.kept, costs.deferred, costs.workspace, costs.inputs, costs.largest)
+        self._stages = np.stack(tables, axis=-1)
         self.leads_back = self.num_chunks == 2 and int(self.stage_at[1, 0]) == len(row_of) - 1
 
     def best(self, bounds: ChunkTable, limit: int | None, first_end: int = UNLIMITED) -> ChunkTable:
@@ -101,10 +118,12 @@ class ChunkCuts:
             of: ``TIME`` or ``MEMORY``.
             memory: Bytes of a row, which decide whether it checkpoints.
         """
-        rows = self.stages(bounds)[self.stage_at].sum(axis=0)
         if of == MEMORY:
-            return int(np.minimum(rows[:, 2], rows[:, 3]).max())
-        return int(np.where(rows[:, 2] > memory, rows[:, 1], rows[:, 0]).max())
+            return int(self._bytes(bounds).min(axis=1).max())
+        times = self._times(bounds)[self.stage_at].sum(axis=0)
+        if memory >= UNLIMITED:
+            return int(times[:, 0].max())
+        return int(np.where(self._bytes(bounds)[:, 0] > memory, times[:, 1], times[:, 0]).max())
 
     def room(self, bounds: ChunkTable, chunks: range, rows: Ints, limits: tuple[int, int, int]) -> Room:
         """Return the rows, in some order, that chunks are cut for.
@@ -117,22 +136,34 @@ class ChunkCuts:
         """
         from resilient.templates.search.chunk_cuts import Room
 
-        stages, at = self.stages(bounds)[self.stage_at], self.stage_at[chunks.start : chunks.stop, rows]
-        stages[chunks.start : chunks.stop] = 0
-        first_end = limits[2] if chunks.start == 0 else UNLIMITED
-        others = stages.sum(axis=0)[rows]
-        return Room(self.kept[at], self.deferred[at], self.source[at], others, limits[0], limits[1], first_end)
+        at = self.stage_at[chunks.start : chunks.stop, rows]
+        times, (held, once) = self._times(bounds)[self.stage_at], self._held(bounds)
+        for of_others in (times, held, once):
+            of_others[chunks.start : chunks.stop] = 0
+        own, before = self.counts[chunks.stop - 1], self.counts[chunks.start] * (len(chunks) > 1)
+        return Room(
+            stages=self._stages,
+            source=self.source[at],
+            moments=np.concatenate([own, before, held.sum(axis=0)], axis=-1)[rows],
+            others=np.concatenate([times.sum(axis=0), once.max(axis=0)], axis=-1)[rows],
+            time=limits[0],
+            memory=limits[1],
+            first_end=limits[2] if chunks.start == 0 else UNLIMITED,
+        )
 
-    def stages(self, bounds: ChunkTable) -> Ints:
-        """Return time with activations kept and with checkpoints, and bytes of both. [stages, 4]"""
+    def _times(self, bounds: ChunkTable) -> Ints:
+        """Return time with activations kept and with checkpoints. [stages, 2]"""
         costs, first, end = self.costs, bounds[:-1], bounds[1:]
         plain = costs.work[end] - costs.work[first] + costs.send[self.source, first]
         again = plain + (costs.forward[end] - costs.forward[first]) * (costs.next_backward[first] < end)
-        held = costs.held[first, end]
-        kept = held + self.kept * costs.kept[first, end] + costs.workspace[first, end]
-        kept += self.deferred * costs.deferred[first, end]
-        inputs = held + self.kept * costs.inputs[first, end] + costs.largest[first, end]
-        return np.stack([plain, again, kept, inputs], axis=-1)
+        return np.stack([plain, again], axis=-1)
+
+    def _held(self, bounds: ChunkTable) -> tuple[Ints, Ints]:
+        return bytes_at_moments(self.costs, self.counts, self.stage_at, bounds)
+
+    def _bytes(self, bounds: ChunkTable) -> Ints:
+        """Return what rows hold with activations kept and with checkpoints. [rows, 2]"""
+        return row_bytes(*self._held(bounds))
 
 
 class _Limited:

@@ -11,7 +11,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.search.chunk_cuts import stage_cost
+from resilient.templates.search.chunk_cuts import times_of_layers
 from resilient.templates.search.stage_cost_model import SingleDeviceCosts
 
 _FARTHEST = 2
@@ -19,25 +19,24 @@ _FARTHEST = 2
 
 _SHIFTS = 2 * _FARTHEST + 1
 
-_PLAIN, _AGAIN, _KEPT, _INPUTS, _PUT_OFF = range(5)
-"""What is known of a stage: its times, its bytes, and twice what its schedule puts off."""
+_PLAIN, _AGAIN, _PUT_OFF, _HELD, _KEPT, _WAITING, _USED, _INPUTS, _LARGEST = range(9)
+"""What is known of a stage: its times, twice what its schedule puts off, and its bytes as costs have them."""
 
 
 class Rows(NamedTuple):
     """The rows of a pipeline.
 
     Args:
-        in_flight: Microbatches that the stages keep. [stages]
-        deferred: Those of them that are between the two parts of their backward. [stages]
+        counts: Microbatches that the rows keep of each chunk at each of some moments: those in flight, and those of
+            them whose gradients wait. [chunks, rows, moments, 2]
         source: Where messages before them come from, as the first dimension of the costs' ``send``. [stages]
         stages: The stages of each row. [rows, chunks]
-        memory: Most bytes of a row.
+        memory: Most bytes of a row; 0 for no limit.
         checkpoints: Whether rows may checkpoint.
         num_microbatches: Of the step that is to be short.
     """
 
-    in_flight: Ints
-    deferred: Ints
+    counts: Ints
     source: Ints
     stages: Ints
     memory: int
@@ -56,7 +55,7 @@ def move_bounds(costs: SingleDeviceCosts, rows: Rows, moves: Ints, cuts: Ints) -
         cuts: Those to begin with, which are changed. [cuts, stages + 1]
     """
     num_stages = cuts.shape[1] - 1
-    near = np.empty((num_stages, _SHIFTS, _SHIFTS, _PUT_OFF + 1), dtype=np.int64)
+    near = np.empty((num_stages, _SHIFTS, _SHIFTS, _LARGEST + 1), dtype=np.int64)
     still = np.zeros(num_stages + 1, dtype=np.int64)
     for bounds in cuts:
         _rate_near(costs, rows, bounds, near)
@@ -94,10 +93,11 @@ def _rate_near(costs: SingleDeviceCosts, rows: Rows, bounds: Ints, near: Ints) -
                 j = bounds[stage + 1] + end - _FARTHEST
                 if i < 0 or j <= i or j > num_layers:
                     continue
-                cost = stage_cost(costs, rows.in_flight[stage], rows.deferred[stage], rows.source[stage], i, j)
-                for kind in range(_PUT_OFF):
-                    near[stage, first, end, kind] = cost[kind]
-                near[stage, first, end, _PUT_OFF] = 2 * (costs.weights[j] - costs.weights[i])
+                of = near[stage, first, end]
+                of[_PLAIN], of[_AGAIN] = times_of_layers(costs, rows.source[stage], i, j)
+                of[_PUT_OFF] = 2 * (costs.weights[j] - costs.weights[i])
+                of[_HELD], of[_KEPT], of[_WAITING] = costs.held[i, j], costs.kept[i, j], costs.deferred[i, j]
+                of[_USED], of[_INPUTS], of[_LARGEST] = costs.workspace[i, j], costs.inputs[i, j], costs.largest[i, j]
 
 
 @compiled
@@ -106,12 +106,15 @@ def _step(costs: SingleDeviceCosts, rows: Rows, near: Ints, bounds: Ints, move: 
     num_rows, num_chunks = rows.stages.shape
     lacking, slowest, filling, sum_filling = 0, -1, 0, 0
     for row in range(num_rows):
-        kept = inputs = plain = again = 0
+        plain = again = 0
         for stage in rows.stages[row]:
             of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
-            plain, again, kept, inputs = plain + of[_PLAIN], again + of[_AGAIN], kept + of[_KEPT], inputs + of[_INPUTS]
-        checkpoints = rows.checkpoints and kept > rows.memory
-        lacking += max(0, (inputs if checkpoints else kept) - rows.memory)
+            plain, again = plain + of[_PLAIN], again + of[_AGAIN]
+        checkpoints = False
+        if rows.memory > 0:
+            kept = _bytes(rows, near, row, move, 0)
+            checkpoints = rows.checkpoints and kept > rows.memory
+            lacking += max(0, (_bytes(rows, near, row, move, 1) if checkpoints else kept) - rows.memory)
         time, fills = again if checkpoints else plain, 0
         for stage in rows.stages[row]:
             of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
@@ -121,3 +124,23 @@ def _step(costs: SingleDeviceCosts, rows: Rows, near: Ints, bounds: Ints, move: 
             slowest, filling = time, fills
     fill = (sum_filling - filling) / num_chunks
     return lacking, fill + costs.sync[bounds[1] + move[1]] + rows.num_microbatches * slowest
+
+
+@compiled
+def _bytes(rows: Rows, near: Ints, row: int, move: Ints, again: int) -> int:
+    """Return what a row of a moved cut holds, with activations kept or with checkpoints."""
+    kept, used = (_INPUTS, _LARGEST) if again else (_KEPT, _USED)
+    most = held = once = 0
+    for moment in range(rows.counts.shape[2]):
+        moving = 0
+        for chunk, stage in enumerate(rows.stages[row]):
+            of, count = (
+                near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST],
+                rows.counts[chunk, row, moment],
+            )
+            moving += count[0] * of[kept] + count[1] * of[_WAITING] * (1 - again)
+        most = max(most, moving)
+    for stage in rows.stages[row]:
+        of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
+        held, once = held + of[_HELD], max(once, of[used])
+    return held + most + once

@@ -7,12 +7,16 @@ there are few cuts all are looked at. Otherwise cuts are searched for
 (:mod:`resilient.templates.search.chunk_limits`), and those of few stages moved bound by bound, from there and from some
 that are drawn. A pipeline of one device has one stage.
 
-A row checkpoints all its stages where only that fits. States that several stages of a row use count for each.
+A row holds what it does at the moment at which that is most (:mod:`resilient.templates.search.chunk_counts`), with the
+workspace of one of its stages: one at a time runs. It checkpoints all of them where only that fits. States that several
+stages of a row use count for each. A pipeline beside which there may be others holds whatever its share becomes; one
+that has all microbatches, those.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from typing import NamedTuple
@@ -23,9 +27,10 @@ from numpy.typing import NDArray
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import chunks_in_flight, most_deferred, rows_of_stages
-from resilient.templates.search.chunk_limits import UNLIMITED, ChunkCuts, ChunkTable
-from resilient.templates.search.stage_cost_model import StageCosts
+from resilient.templates.schedules.kind import rows_of_stages
+from resilient.templates.search.chunk_counts import chunk_counts
+from resilient.templates.search.chunk_limits import ChunkCuts, ChunkTable, bytes_at_moments, row_bytes
+from resilient.templates.search.stage_cost_model import UNLIMITED, StageCosts
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 _FEW = 20_000
@@ -77,11 +82,14 @@ class ChunkSearch:
 
     Args:
         problem: One with ``num_chunks`` stages for each device.
+        fewest: The fewest microbatches that a pipeline can get: what it holds differs from number to number.
+        costs: Of the problem's stages, where they are there.
     """
 
-    def __init__(self, problem: PlanningProblem) -> None:
+    def __init__(self, problem: PlanningProblem, fewest: int = 1, costs: StageCosts | None = None) -> None:
         self.problem = problem
-        self.costs = StageCosts(problem)
+        self._fewest = fewest
+        self.costs = costs or StageCosts(problem)
         single = self.costs.single_device()
         self._single = single._replace(send=np.pad(single.send, ((0, 1), (0, 0))))  # none where stages share a row
         if not problem.activation_checkpointing:
@@ -122,7 +130,7 @@ class ChunkSearch:
         return tuple(self._template(size, cuts.at(corners[[best]])) for best in np.unique(np.argmin(times, axis=1)))
 
     def _template(self, size: int, cut: _Rated) -> PipelineTemplate:
-        in_flight, deferred, row_of = self._in_flight(size), self._deferred(size), self._row_of(size)
+        row_of, memory = self._row_of(size), self._bytes_of_stages(size, cut)
         send = self._single.send[self._source(row_of), cut.bounds[0, :-1]]
         stages: list[StageSpec] = []
         for index, row in enumerate(row_of.tolist()):
@@ -131,13 +139,24 @@ class ChunkSearch:
                 int(cut.bounds[0, index + 1]),
                 0,
                 row,
-                int(in_flight[row, index // len(in_flight)]),
-                int(deferred[row, index // len(in_flight)]),
+                1,
                 checkpointing=bool(cut.checkpointing[0, row]),
                 send_ms=int(send[index]) / 1e6,
             )
-            stages.append(stage)
+            stages.append(replace(stage, memory_bytes=int(memory[index])))
         return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=int(cut.sync[0]) / 1e6)
+
+    def _bytes_of_stages(self, size: int, cut: _Rated) -> Ints:
+        """Return what each stage has of what its row holds when that is most. [stages]"""
+        stage_at = self._stage_at(size)
+        held, once = bytes_at_moments(self._single, self._counts(size), stage_at, cut.bounds[0])
+        rows, again = np.arange(stage_at.shape[1]), cut.checkpointing[0].astype(np.int64)
+        held, once = held[:, rows, :, again], once[:, rows, again]  # [rows, chunks, moments] and [chunks, rows]
+        moment = held.sum(axis=1).argmax(axis=1)
+        memory = np.empty(stage_at.size, dtype=np.int64)
+        memory[stage_at] = held[rows, :, moment].T
+        memory[stage_at[once.argmax(axis=0), rows]] += once.max(axis=0)
+        return memory
 
     def misfit(self) -> ArgumentError:
         """Return why no number of nodes has a template."""
@@ -173,20 +192,23 @@ class ChunkSearch:
         node = row_of // self.problem.cluster.devices_per_node
         return np.concatenate([[2], np.where(np.diff(row_of) == 0, 2, np.diff(node) != 0)])
 
-    def _in_flight(self, size: int) -> ChunkTable:
-        """Return what each chunk of each row keeps. [rows, chunks]"""
-        problem = self.problem
-        return chunks_in_flight(problem.schedule, self._num_rows(size), self._chunks(size), problem.most_microbatches)
+    def _stage_at(self, size: int) -> ChunkTable:
+        """Return the stages of chunks and rows. [chunks, rows]"""
+        row_of, num_rows = self._row_of(size), self._num_rows(size)
+        stage_at = np.empty((self._chunks(size), num_rows), dtype=np.int64)
+        stage_at[np.arange(len(row_of)) // num_rows, row_of] = np.arange(len(row_of))
+        return stage_at
 
-    def _deferred(self, size: int) -> ChunkTable:
-        """Return of how many of these each chunk of each row has the backward for weights to come. [rows, chunks]"""
+    def _counts(self, size: int) -> Ints:
+        """Return the microbatches that rows keep of each chunk, and those of them whose gradients wait."""
         problem = self.problem
-        return most_deferred(problem.schedule, self._num_rows(size), self._chunks(size), problem.most_microbatches)
+        most, num_rows, num_chunks = problem.most_microbatches, self._num_rows(size), self._chunks(size)
+        return chunk_counts(problem.schedule, num_rows, num_chunks, self._fewest, most).transpose(2, 0, 1, 3)
 
     def _cut(self, size: int) -> _Rated:
         """Return the cuts that fit among which numbers of microbatches decide."""
         if size not in self._cuts:
-            number, num_layers = self._in_flight(size).size, self.costs.num_layers
+            number, num_layers = self._num_rows(size) * self._chunks(size), self.costs.num_layers
             if number == 1:
                 bounds = np.array([[0, num_layers]])
             elif self._too_large(size):
@@ -210,7 +232,7 @@ class ChunkSearch:
         The sum is that of the first stage. It is shorter for fewer layers, which the row's others can make up for.
         """
         limit, row_of = self.problem.cluster.memory_bytes, self._row_of(size)
-        cuts = ChunkCuts(self._single, self._in_flight(size), self._deferred(size), row_of, self._source(row_of))
+        cuts = ChunkCuts(self._single, self._counts(size), self._stage_at(size), row_of, self._source(row_of))
         starts = _starts(self._single.work, num_stages, _STARTS // self.costs.num_layers**2)
         found = [cuts.best(start, limit) for start in starts]
         fastest = found[int(np.argmin([cuts.rank(each, limit) for each in found]))]
@@ -231,11 +253,10 @@ class ChunkSearch:
         limit, found = self.problem.cluster.memory_bytes, list[ChunkTable]()
         for num_microbatches in {1, self.problem.most_microbatches}:
             rows = Rows(
-                in_flight=cuts.kept,
-                deferred=cuts.deferred,
+                counts=cuts.counts,
                 source=cuts.source,
                 stages=cuts.stage_at.T.copy(),
-                memory=UNLIMITED if limit is None else limit,
+                memory=0 if limit is None else limit,
                 checkpoints=self.problem.activation_checkpointing and limit is not None,
                 num_microbatches=num_microbatches,
             )
@@ -246,22 +267,18 @@ class ChunkSearch:
 
     def _rate(self, size: int, bounds: ChunkTable) -> _Rated:
         single, limit, row_of = self._single, self.problem.cluster.memory_bytes, self._row_of(size)
-        in_flight, chunk_of = self._in_flight(size), np.arange(len(row_of)) // self._num_rows(size)
-        first, end, kept = bounds[:, :-1], bounds[:, 1:], in_flight[row_of, chunk_of]
-        order, number = np.argsort(row_of, kind="stable"), np.arange(len(bounds))
+        first, end, stage_at = bounds[:, :-1], bounds[:, 1:], self._stage_at(size)
+        number, num_chunks = np.arange(len(bounds)), len(stage_at)
 
         def of_rows(stages: ChunkTable) -> ChunkTable:
-            return stages[:, order].reshape(len(bounds), *in_flight.shape).sum(axis=2)
+            return stages[:, stage_at].sum(axis=1)
 
-        held = single.held[first, end]
-        put_off = self._deferred(size)[row_of, chunk_of] * single.deferred[first, end]
-        plain = of_rows(held + kept * single.kept[first, end] + put_off + single.workspace[first, end])
-        again = of_rows(held + kept * single.inputs[first, end] + single.largest[first, end])
-        lacking = np.zeros_like(plain)
-        checkpointing = np.zeros(plain.shape, dtype=bool)
+        checkpointing = np.zeros((len(bounds), stage_at.shape[1]), dtype=bool)
+        lacking = np.zeros(len(bounds), dtype=np.int64)
         if limit is not None:
-            checkpointing = (plain > limit) & self.problem.activation_checkpointing
-            lacking = np.maximum(np.where(checkpointing, again, plain) - limit, 0)
+            held = row_bytes(*bytes_at_moments(single, self._counts(size), stage_at, bounds))
+            checkpointing = (held[..., 0] > limit) & self.problem.activation_checkpointing
+            lacking = np.maximum(np.where(checkpointing, held[..., 1], held[..., 0]) - limit, 0).sum(axis=1)
         forward = (single.forward[end] - single.forward[first]) * (single.next_backward[first] < end)
         stages = single.work[end] - single.work[first] + single.send[self._source(row_of), first]
         stages += checkpointing[:, row_of] * forward
@@ -271,9 +288,9 @@ class ChunkSearch:
         squares = (stages.astype(float) ** 2).sum(axis=1) + (rows.astype(float) ** 2).sum(axis=1)
         return _Rated(
             bounds=bounds,
-            lacking=lacking.sum(axis=1),
+            lacking=lacking,
             slowest=rows[number, slowest],
-            fill=(filling_rows.sum(axis=1) - filling_rows[number, slowest]) / in_flight.shape[1],
+            fill=(filling_rows.sum(axis=1) - filling_rows[number, slowest]) / num_chunks,
             sync=single.sync[end[:, 0]],
             squares=squares,
             checkpointing=checkpointing,

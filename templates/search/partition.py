@@ -45,7 +45,9 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
         TooFewNodes: ``num_nodes < (max_failures + 1) n0``.
         ValueError: No number of nodes has a template; the message says what to change.
     """
-    search = ChunkSearch(problem) if problem.schedule in CHUNK_KINDS else _RoundsSearch(problem)
+    search = lone = ChunkSearch(problem) if problem.schedule in CHUNK_KINDS else _RoundsSearch(problem)
+    if isinstance(search, ChunkSearch):  # a pipeline beside which there is no room for others has all microbatches
+        lone = ChunkSearch(problem, problem.num_microbatches, search.costs)
     smallest = next((size for size in search.sizes if search.fits(size)), None)
     if smallest is None:
         raise search.misfit()
@@ -57,7 +59,8 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
         if size + smallest <= num_nodes:
             found.extend(search.layouts(size, counts, alone=False))
         if problem.max_failures == 0:
-            found.extend(search.layouts(size, counts[-1:], alone=True))
+            holding = search if size + smallest <= num_nodes else lone
+            found.extend(holding.layouts(size, counts[-1:], alone=True))
         if not found:
             break
         found.sort(key=lambda each: (each.round_size, -each.slowest_ms, each.fill_ms))

@@ -16,7 +16,8 @@ activations of the microbatch that is differentiated are those up to that layer:
 one does, before it. In 1F1B in_flight is the number of stages from this one to the last; in the others it follows from
 the number of all stages (:func:`resilient.templates.schedules.kind.most_in_flight`). Where schedules run the halves of
 backwards apart, gradients wait at parameters for the second one: of as many rounds as
-:func:`resilient.templates.schedules.kind.most_deferred` says. With checkpointing, it counts the
+:func:`resilient.templates.schedules.kind.most_deferred` says. Where a device has several stages, these hold their most
+at different times: :mod:`resilient.templates.search.chunk_counts`. With checkpointing, it counts the
 layers' inputs, and one microbatch's activations of one layer (the largest, with its workspace) come on top. A stage
 keeps its activations if they fit, and checkpoints if only that fits.
 
@@ -45,6 +46,9 @@ CostTable = Ints
 
 STAGE_BITS = 12
 """Sums of times are kept with the number of stages in the low bits: one comparison finds the least sum, then stages."""
+
+UNLIMITED = 1 << 50
+"""More than any time or memory of a device; sums over devices fit into 64 bits."""
 
 _MOST_NS = 10**14
 """Of a microbatch through all layers: about a day. Sums of times, with the number of stages, then fit into 64 bits."""
@@ -174,7 +178,7 @@ class StageCosts:
         """Return how many rounds each stage of a pipeline of so many must hold, and how many of them are deferred."""
         schedule, most_rounds = self.problem.schedule, -(-self.problem.most_microbatches // self.round_size)
         in_flight = most_in_flight(schedule, num_stages, most_rounds)
-        deferred = most_deferred(schedule, num_stages, 1, most_rounds)[:, 0].tolist()
+        deferred = most_deferred(schedule, num_stages, most_rounds)
         return tuple(zip(in_flight, deferred, strict=True))
 
     def tables(self, *, with_sync: bool, in_flight: HeldRounds | None) -> Tables:

@@ -50,10 +50,7 @@ class StageMemory:
         )
         self.deferred = np.triu(deferred - deferred[:-1, None], 1) * np.array(splits)[:, None]
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
-        held = np.triu(held + np.array(costs.arriving[option], dtype=np.int64)[:, None], 1)
-        # the search also relies on it that none holds less than one that begins later, as it might where layers are
-        # smaller than what comes in behind them
-        self.held = np.maximum.accumulate(held[::-1])[::-1]
+        self.held = np.triu(held + np.array(costs.arriving[option], dtype=np.int64)[:, None], 1)
 
     def num_bytes(self, first: int, end: int, in_flight: int, deferred: int = 0, *, checkpointing: bool) -> int:
         """Return what a stage of layers ``first .. end - 1`` holds with so many rounds in flight.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from resilient.templates.common.arrays import Ints
 from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.composition.batch_split import Lines, finish_ns, split_microbatches
 from resilient.templates.inputs.cluster import Cluster, Link
@@ -18,7 +17,6 @@ from resilient.templates.replan.placement import Targets
 from resilient.templates.replan.repair import NEW, repairs
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
-from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
 MIB = 2**20
@@ -145,17 +143,6 @@ def template_set(*layouts: Sequence[PipelineTemplate] | PipelineTemplate) -> Tem
         problem_digest="",
         layouts=tuple((of,) if isinstance(of, PipelineTemplate) else tuple(of) for of in layouts),
     )
-
-
-def most_of_chunks(schedule: Schedule, num_chunks: int, counted: Literal["activation_bytes", "deferred_bytes"]) -> Ints:
-    """Of how many microbatches each stage of each row holds such bytes at most, in simulation. [rows, chunks]"""
-    num_stages, num_rows = len(schedule.graph.row_of), schedule.graph.num_rows
-    most = np.zeros((num_rows, num_chunks), dtype=np.int64)
-    for chunk in range(num_chunks):
-        each: dict[str, Any] = {counted: (np.arange(num_stages) // num_rows == chunk).astype(int)}
-        costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, **each)
-        most[:, chunk] = simulate(schedule, costs).peak_bytes
-    return most
 
 
 def step_ns(pipelines: Sequence[Lines], num_microbatches: int) -> int:

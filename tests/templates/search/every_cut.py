@@ -10,14 +10,9 @@ from itertools import combinations, pairwise
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import (
-    SPLIT_KINDS,
-    ScheduleKind,
-    chunks_in_flight,
-    chunks_of,
-    most_deferred,
-    rows_of_stages,
-)
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import SPLIT_KINDS, ScheduleKind, chunks_of, rows_of_stages
+from resilient.templates.schedules.schedule import Op
 from resilient.templates.template import PipelineTemplate, StageSpec
 from tests.templates.jobs import cost, layer
 from tests.templates.search.exhaustive import gradient_sum_ms
@@ -56,20 +51,54 @@ def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -
     )
 
 
-def every_cut(problem: PlanningProblem) -> Iterator[PipelineTemplate]:
-    """Yield the templates of all cuts for ``min_pipeline_nodes`` nodes that fit into memory."""
+@cache
+def moments(kind: ScheduleKind, num_rows: int, num_chunks: int, num_microbatches: int) -> list[set[tuple[int, ...]]]:
+    """What each row has of its chunks while it runs an action: how many in flight, and of how many gradients wait."""
+    schedule = generate(kind, num_rows, num_microbatches, num_chunks=num_chunks)
+    of_rows: list[set[tuple[int, ...]]] = []
+    for actions in schedule.rows:
+        counts, seen = [0] * (2 * num_chunks), set[tuple[int, ...]]()
+        for action in actions:
+            chunk = action.stage // num_rows
+            counts[chunk] += action.op is Op.FORWARD
+            counts[num_chunks + chunk] += action.op is Op.BACKWARD_INPUT
+            seen.add(tuple(counts))
+            counts[chunk] -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+            counts[num_chunks + chunk] -= action.op is Op.BACKWARD_WEIGHT
+        of_rows.append(seen)
+    return of_rows
+
+
+def row_bytes(stages: list[StageBytes], seen: set[tuple[int, ...]], *, again: bool) -> int:
+    """What a row holds at the moment at which that is most, beside the state and the largest workspace."""
+    held, size = sum(each.held for each in stages), len(stages)
+    if again:
+        moving = max(sum(n * each.each_again for n, each in zip(counts[:size], stages, strict=True)) for counts in seen)
+        return held + moving + max(each.largest for each in stages)
+    moving = max(
+        sum(n * x.each + waits * x.deferred for n, waits, x in zip(counts[:size], counts[size:], stages, strict=True))
+        for counts in seen
+    )
+    return held + moving + max(each.workspace for each in stages)
+
+
+def every_cut(problem: PlanningProblem, *, alone: bool = False) -> Iterator[PipelineTemplate]:
+    """Yield the templates of all cuts for ``min_pipeline_nodes`` nodes that fit into memory.
+
+    Args:
+        problem: The job.
+        alone: Whether the pipeline has all microbatches, and not any number.
+    """
     num_rows, num_chunks, layers = problem.min_pipeline_nodes, problem.num_chunks, problem.profile.layers
     row_of = rows_of_stages(problem.schedule, num_rows, num_chunks)
-    in_flight = chunks_in_flight(problem.schedule, num_rows, num_chunks, problem.most_microbatches)
-    deferred = most_deferred(problem.schedule, num_rows, num_chunks, problem.most_microbatches)
+    numbers = range(problem.num_microbatches if alone else 1, problem.num_microbatches + 1)
+    by_number = [moments(problem.schedule, num_rows, num_chunks, number) for number in numbers]
+    seen = [set[tuple[int, ...]]().union(*(of_rows[row] for of_rows in by_number)) for row in range(num_rows)]
     limit = problem.cluster.memory_bytes
 
     @cache
-    def stage(index: int, first: int, end: int, again: bool) -> tuple[StageSpec, int]:
-        own, place = layers[first:end], (row_of[index], index // num_rows)
-        kept = int(in_flight[place])
-        bytes_of = StageBytes(problem.profile, first, end)
-        taken = bytes_of.again(kept) if again else bytes_of.plain(kept, int(deferred[place]))
+    def stage(index: int, first: int, end: int, again: bool) -> tuple[StageSpec, StageBytes]:
+        own = layers[first:end]
         forward = sum(x.costs[0].forward_ms for x in own)
         of_inputs = sum(x.costs[0].backward_input_ms for x in own if x.input_gradient)
         of_inputs += again * forward * any(x.trainable or x.input_gradient for x in own)
@@ -85,16 +114,16 @@ def every_cut(problem: PlanningProblem) -> Iterator[PipelineTemplate]:
             weights_ms=of_weights * (problem.schedule in SPLIT_KINDS),
             send_ms=message * crosses,
         )
-        return spec, taken
+        return spec, StageBytes(problem.profile, first, end)
 
     for inner in combinations(range(1, len(layers)), num_rows * num_chunks - 1):
         spans = list(enumerate(pairwise([0, *inner, len(layers)])))
         plain, again = [[stage(index, *span, checkpoints) for index, span in spans] for checkpoints in (False, True)]
-        taken = [[0, 0] for _ in range(num_rows)]
-        for index, row in enumerate(row_of):
-            for choice, of in enumerate((plain, again)):
-                taken[row][choice] += of[index][1]
-        fits = [True if limit is None else kept <= limit for kept, _ in taken]
+        taken: list[tuple[int, int]] = []
+        for row in range(num_rows if limit is not None else 0):
+            of_row = [plain[index][1] for index, at in enumerate(row_of) if at == row]
+            taken.append((row_bytes(of_row, seen[row], again=False), row_bytes(of_row, seen[row], again=True)))
+        fits = [True] * num_rows if limit is None else [kept <= limit for kept, _ in taken]
         if limit is not None and not all(
             fit or (problem.activation_checkpointing and inputs <= limit)
             for fit, (_, inputs) in zip(fits, taken, strict=True)

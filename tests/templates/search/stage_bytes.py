@@ -28,13 +28,12 @@ class StageBytes:
         self._layers = profile.layers[first:end]
         self._degree = degree
         q = profile.tp_degrees.index(degree)
-        # no stage holds less than one that begins later, nor than one that ends before it
-        self.held = max(self._held(start, end) for start in range(first, end))
+        self.held = self._held(first, end)
         self._of_layers = [layer.costs[q].workspace_bytes for layer in self._layers]
         self._kept = [
             max(layer.costs[q].activation_bytes, self._gradient(k)) for k, layer in enumerate(self._layers, start=first)
         ]
-        ends = range(1, len(self._layers) + 1)
+        ends = range(1, len(self._layers) + 1)  # no stage holds less than one that ends before it
         self.each = max(sum(self._kept[:e]) + self._handed_on(e) for e in ends)
         self.each_again = max(sum(self._entering(first + k) for k in range(e)) + self._handed_on(e) for e in ends)
         newest = max(sum(self._kept[: k + 1]) + self._once(k, e) + self._handed_on(e) for e in ends for k in range(e))

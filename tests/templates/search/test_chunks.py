@@ -16,12 +16,12 @@ from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, chunks_in_flight, chunks_of, rows_of_stages
+from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, chunks_of, rows_of_stages
 from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search import chunks
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
-from tests.templates.jobs import MIB, enough_nodes, most_of_chunks, problems, profile, schedule_alone
+from tests.templates.jobs import MIB, enough_nodes, problems, profile, schedule_alone
 from tests.templates.search.every_cut import every_cut, uneven_job
 from tests.templates.search.stage_bytes import StageBytes
 from tests.templates.simulated_steps import simulate_template
@@ -51,24 +51,6 @@ def ends(problem: PlanningProblem) -> list[int]:
     return [stage.end_layer for stage in only(problem).stages]
 
 
-@given(st.sampled_from(CHUNK_KINDS), st.integers(2, 6), st.integers(2, 4), st.integers(1, 40))
-def test_no_number_of_microbatches_keeps_more_of_a_chunk_in_flight(
-    kind: ScheduleKind, num_rows: int, num_chunks: int, most: int
-) -> None:
-    num_chunks = chunks_of(kind, num_chunks)
-    schedule = generate(kind, num_rows, most, num_chunks=num_chunks)
-    counted = most_of_chunks(schedule, num_chunks, "activation_bytes")
-    for more in (0, 1, 100):
-        assert (counted <= chunks_in_flight(kind, num_rows, num_chunks, most + more)).all()
-
-
-def test_chunks_in_flight_are_exact() -> None:
-    in_flight = chunks_in_flight(ScheduleKind.INTERLEAVED, 4, 2, 4)
-    assert in_flight.tolist() == [[4, 4], [4, 4], [4, 3], [4, 1]]
-    assert chunks_in_flight(ScheduleKind.ZB_V, 4, 2, 100).tolist() == [[8, 1], [7, 2], [6, 3], [5, 4]]
-    assert chunks_in_flight(ScheduleKind.INTERLEAVED, 1, 1, 50).tolist() == [[1]]
-
-
 def test_stages_take_turns_on_the_devices() -> None:
     template = only(job([1.0] * 16, 2, cluster=Cluster(devices_per_node=2)))
     assert [(stage.node_index, stage.first_device) for stage in template.stages] == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
@@ -88,7 +70,7 @@ def test_a_row_is_evened_out_by_its_other_stage() -> None:
 def test_frozen_layers_run_no_forward_again() -> None:
     """They take 1 ms, the first one after them 3 (its forward twice, its own gradient), the others 4."""
     frozen = profile([3.0] * 8, state_bytes=1, activation_bytes=1000, input_bytes=1).frozen(["l0", "l1", "l2", "l3"])
-    template = only(job([3.0] * 8, 2, profile=frozen, cluster=Cluster(memory_bytes=2500)))
+    template = only(job([3.0] * 8, 2, profile=frozen, cluster=Cluster(memory_bytes=1500)))
     assert [stage.checkpointing for stage in template.stages] == [True] * 4
     assert [stage.end_layer for stage in template.stages] == [2, 4, 6, 8]
     assert template.slowest_ms == pytest.approx(2 * 1 + 2 * 4)
@@ -130,12 +112,13 @@ def test_templates_are_the_best_of_all_cuts(kind: ScheduleKind, few: int, monkey
     ratios: list[float] = []
     for _ in range(22):
         problem = uneven_job(draw, kind)
-        size, every = problem.min_pipeline_nodes, list(every_cut(problem))
-        if not every:
+        size = problem.min_pipeline_nodes
+        if not list(every_cut(problem)):
             with pytest.raises(ValueError, match="must"):
                 plan_templates(problem, size)
             continue
         for alone in (True, False):
+            every = list(every_cut(problem, alone=alone))
             templates = plan_templates(problem, size if alone else 2 * size)
             for count in (
                 {problem.num_microbatches} if alone else {-(-problem.num_microbatches // 2), problem.num_microbatches}
@@ -172,7 +155,7 @@ def test_sizes_that_memory_does_not_suffice_for_are_told_soon() -> None:
     plan_templates(job([1.0] * 40, 3, cluster=Cluster(memory_bytes=MIB * 40)), 3)  # compiles
     started = time.process_time()
     templates = plan_templates(problem, 30)
-    assert time.process_time() - started < 5, "takes a third of that alone on a machine"
+    assert time.process_time() - started < 5, "takes two thirds of that alone on a machine"
     assert templates.sizes[0] == 15
 
 
@@ -223,7 +206,8 @@ def taken(problem: PlanningProblem, template: PipelineTemplate, num_microbatches
             (StageBytes(problem.profile, stage.first_layer, stage.end_layer), stage.checkpointing) for stage in row
         ]
         # a tied state counts for each stage of a row that uses it
-        held.append(sum(each.held + (each.largest if again else each.workspace) for each, again in of_row))
+        once = max(each.largest if again else each.workspace for each, again in of_row)
+        held.append(once + sum(each.held for each, _ in of_row))
     schedule = schedule_alone(problem.schedule, template, num_microbatches)
     costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
     peaks = simulate(schedule, costs).peak_bytes
