@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import torch
@@ -20,13 +21,12 @@ REPEATS = 5
 _BYTES, _BYTES_REHEARSED = 1 << 30, 1 << 22
 
 
-def measure(setting: Setting) -> list[Row]:
+def measure(setting: Setting) -> Iterator[Row]:
     """Copy a state, verified, between workers that share a device; and what a copy to the host takes by itself."""
     num_bytes = _BYTES_REHEARSED if setting.is_rehearsal else _BYTES
-    rows = [copy_row(setting.device, 1, num_bytes, "workers of one device")]
+    yield copy_row(setting.device, 1, num_bytes, "workers of one device")
     if setting.device == "cuda":
-        rows += [_host_row(num_bytes, pinned=pinned) for pinned in (False, True)]
-    return rows
+        yield from (_host_row(num_bytes, pinned=pinned) for pinned in (True, False))
 
 
 def copy_row(kind: str, num_devices: int, num_bytes: int, between: str) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import torch
@@ -24,19 +24,17 @@ _MOST_NODES = 5
 """Then pipelines of two nodes survive the loss of one, and could survive another."""
 
 
-def measure(setting: Setting) -> list[Row]:
+def measure(setting: Setting) -> Iterator[Row]:
     """Measure all of it."""
     sum_bytes = _SUM_BYTES_REHEARSED if setting.is_rehearsal else _SUM_BYTES
     copy_bytes = _COPY_BYTES_REHEARSED if setting.is_rehearsal else _COPY_BYTES
-    rows = [
-        *sum_rows(setting.device, setting.num_devices, sum_bytes),
-        copy_row(setting.device, setting.num_devices, copy_bytes, "two devices"),
-    ]
+    yield from sum_rows(setting.device, setting.num_devices, sum_bytes)
+    yield copy_row(setting.device, setting.num_devices, copy_bytes, "two devices")
     num_nodes = min(setting.num_devices, _MOST_NODES)
     phases = ("backward",) if setting.is_rehearsal else ("forward", "reduce", "prepare")
     survivable, pipeline_nodes = int(num_nodes > 2), 2 if num_nodes == _MOST_NODES else 1
     jobs = [[phase] for phase in phases]
-    return rows + kill_in(setting, jobs, num_nodes=num_nodes, pipeline_nodes=pipeline_nodes, max_failures=survivable)
+    yield from kill_in(setting, jobs, num_nodes=num_nodes, pipeline_nodes=pipeline_nodes, max_failures=survivable)
 
 
 def sum_rows(kind: str, num_devices: int, num_bytes: int) -> list[Row]:

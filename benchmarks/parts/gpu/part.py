@@ -5,12 +5,13 @@ Owns what a part is and how it is run, or why it is not; which there are, and wh
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,10 +19,12 @@ from pathlib import Path
 
 import psutil
 
-_CONTEXT = multiprocessing.get_context("spawn")
-"""A process that was forked could not use CUDA; one that ends gives all of the device back."""
+_CONTEXT = multiprocessing.get_context("forkserver")
+"""A process that ends gives all of the device back. Its server imports what all need once, and has not used CUDA."""
 LOG = "output.log"
 
+_STACKS_S = 1.0
+"""So long before a part is killed it writes down what its threads do."""
 _DYING_S = 30.0
 """A process that was killed is gone sooner, unless a driver keeps it: nobody can wait for that."""
 
@@ -68,7 +71,8 @@ class Row:
     wrong: str = ""
 
 
-Measure = Callable[[Setting], list[Row]]
+Measure = Callable[[Setting], Iterable[Row]]
+"""What it yields is known also if it is killed before it is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a part went: ``skipped`` and ``failed`` say why it was or did."""
+    """How a part went: ``skipped`` and ``failed`` say why it was or did, whatever it had measured before."""
 
     part: str
     rows: list[Row] = field(default_factory=list)
@@ -165,19 +169,33 @@ def run_apart(part: Part, setting: Setting) -> Outcome:
     began = time.monotonic()
     process.start()
     sending.close()
+    rows: list[Row] = []
     try:
-        found = receiving.recv() if receiving.poll(setting.limit_s) else f"killed after {setting.limit_s:.0f} s"
+        end = _received(receiving, rows, began + setting.limit_s)
     except EOFError:
         process.join()
-        found = f"its process ended with exit code {process.exitcode}, see {setting.folder / LOG}"
+        end = f"its process ended with exit code {process.exitcode}, see {setting.folder / LOG}"
+    except TimeoutError:
+        end = f"killed after {setting.limit_s:.0f} s, see {setting.folder / LOG}"
     finally:
         _end(process)
-    took_s = time.monotonic() - began
-    if isinstance(found, str):
-        return Outcome(part=part.name, failed=found, took_s=took_s)
-    if isinstance(found, SkippedError):
-        return Outcome(part=part.name, skipped=str(found), took_s=took_s)
-    return Outcome(part=part.name, rows=found, took_s=took_s)
+    skipped, failed = (str(end), "") if isinstance(end, SkippedError) else ("", end)
+    return Outcome(part=part.name, rows=rows, took_s=time.monotonic() - began, skipped=skipped, failed=failed)
+
+
+def _received(receiving: Connection, rows: list[Row], ends_at: float) -> SkippedError | str:
+    """Collect what a part measures, until it has ended; return how, as :func:`_end_of` does.
+
+    Raises:
+        EOFError: Its process has died.
+        TimeoutError: It has not ended by then.
+    """
+    while receiving.poll(max(0.0, ends_at - time.monotonic())):
+        told = receiving.recv()
+        if not isinstance(told, Row):
+            return told
+        rows.append(told)
+    raise TimeoutError
 
 
 def _work(part: Part, setting: Setting, sending: Connection) -> None:
@@ -185,22 +203,25 @@ def _work(part: Part, setting: Setting, sending: Connection) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
-    found = _found(part, setting)
+    faulthandler.dump_traceback_later(max(_STACKS_S, setting.limit_s - _STACKS_S))  # where it is, if it is killed
+    end = _end_of(part, setting, sending.send)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # who hears what was found kills this process
-    sending.send(found)
+        stream.flush()  # who hears of the end kills this process
+    sending.send(end)
 
 
-def _found(part: Part, setting: Setting) -> list[Row] | SkippedError | str:
-    """Return what was measured, or why nothing was."""
+def _end_of(part: Part, setting: Setting, tell: Callable[[Row], None]) -> SkippedError | str:
+    """Measure; return why nothing was, or what went wrong, or ""."""
     try:
-        return part.measure(setting)
+        for row in part.measure(setting):
+            tell(row)
     except SkippedError as reason:
         return reason
     except BaseException as error:  # a part that ends itself has failed as well
         traceback.print_exc()
         first = (str(error).strip() or repr(error)).splitlines()[0]
         return f"{type(error).__name__}: {first}; see {setting.folder / LOG}"
+    return ""
 
 
 def _end(process: BaseProcess) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from benchmarks.jobs.llama_model import Shape, shape_of
 from benchmarks.parts.gpu.part import Row, Setting
 from benchmarks.parts.steps import JOBS
 from resilient.profiling import profiler
@@ -12,6 +13,9 @@ from resilient.profiling.script import job_of
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import DEVICES
 from resilient.templates.inputs.profile import LayerProfile
+
+if TYPE_CHECKING:
+    from benchmarks.jobs.llama_model import Shape
 
 MODEL = "llama3.2-1b"
 _NUM_BLOCKS = 2
@@ -22,6 +26,8 @@ _PARTS = ("forward", "backward")
 
 def measure(setting: Setting) -> list[Row]:
     """Measure embedding, two blocks and head in bfloat16, one after the other, as a job's first run does."""
+    from benchmarks.jobs.llama_model import shape_of  # late: it loads transformers, which other parts do without
+
     torch.set_num_threads(1)
     arguments = ["--device", setting.device, "--precision", "bf16", "--microbatch", str(_MICROBATCH)]
     arguments += ["--batch", str(2 * _MICROBATCH)]

@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.parts.gpu.part import Row, Setting
 from benchmarks.parts.steps import JOBS
@@ -56,7 +54,7 @@ def demo_rows(report: dict[str, Any], wrong: list[str]) -> list[Row]:
     ]
 
 
-def kills(setting: Setting) -> list[Row]:
+def kills(setting: Setting) -> Iterator[Row]:
     """Kill nodes whose workers share one GPU, one in each phase of a step."""
     # torch reads it when it first looks for devices, which no process of this part has done yet
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
@@ -66,7 +64,7 @@ def kills(setting: Setting) -> list[Row]:
 
 def kill_in(
     setting: Setting, jobs: Sequence[Sequence[str]], *, num_nodes: int, pipeline_nodes: int, max_failures: int = 1
-) -> list[Row]:
+) -> Iterator[Row]:
     """Run a job without failures, and others in which nodes are killed; all must train the same.
 
     Args:
@@ -81,14 +79,13 @@ def kill_in(
     arguments = ("--steps", str(num_steps), "--precision", "fp64", "--device", setting.device)
     arguments += ("--min-pipeline-nodes", str(pipeline_nodes), "--max-failures", str(max_failures))
     reference = _run(setting, "reference", arguments, num_nodes)
-    rows: list[Row] = []
     for phases in jobs:
         failures = [
             fail_at(step=_KILL_STEP + _STEPS_APART * number, phase=phase, node=num_nodes - 1 - number)
             for number, phase in enumerate(phases)
         ]
-        rows += _rows(setting, _run(setting, "-".join(phases), arguments, num_nodes, *failures), reference, phases)
-    return rows
+        run = _run(setting, "-".join(phases), arguments, num_nodes, *failures)
+        yield from _rows(setting, run, reference, phases)
 
 
 def _run(setting: Setting, name: str, arguments: tuple[str, ...], num_nodes: int, *failures: Any) -> JobRun:
@@ -122,6 +119,6 @@ def wrong_devices(setting: Setting, events: Sequence[dict[str, Any]]) -> list[st
     """Return what is wrong with where a job's workers computed: nothing, if that is where it should be."""
     if setting.device != "cuda":
         return []
-    known = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
-    found = {event["device"] for event in events if event["kind"] == "node_ready"}
-    return [] if found and found <= known else [f"workers computed on {sorted(found)}, not on {sorted(known)}"]
+    found = sorted({event["device"] for event in events if event["kind"] == "node_ready"})
+    is_right = found and all(device.startswith(setting.device) for device in found)
+    return [] if is_right else [f"workers computed on {', '.join(found) or 'nothing'}"]

@@ -6,20 +6,25 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.jobs.llama_model import SMALL, Shape, shape_of
 from benchmarks.parts.gpu.part import Row, Setting
 from benchmarks.parts.gpu.profiles import MODEL, data_sheet_of
 from benchmarks.parts.steps import WARM_UP_STEPS, run_steps
 from resilient.templates.inputs.devices import DEVICES
 
+if TYPE_CHECKING:
+    from benchmarks.jobs.llama_model import Shape
+
 PEER = Path(__file__).parents[2] / "peers" / "one_device.py"
 _MARGIN_S = 5.0
 _LARGE_BYTES = 40 * 10**9
-"""A device with as much holds 400 million parameters at 16 bytes, and the activations of a microbatch of four."""
+"""A device with as much holds the activations of a microbatch of four."""
+_NUM_BLOCKS = 2
 _VOCABULARY = 8192
 """Drawing initial values, on the host, and writing the final checkpoint take far longer than the steps: so few."""
 
@@ -29,25 +34,26 @@ Sizes = dict[str, object]
 def sizes_for(setting: Setting) -> Sizes:
     """Return the job's options: a model and a batch that the device holds."""
     if setting.is_rehearsal:
-        small: Sizes = {"--shape": SMALL, "--blocks": 1, "--seq": 16, "--batch": 4, "--microbatch": 2}
+        small: Sizes = {"--shape": "small", "--blocks": 1, "--seq": 16, "--batch": 4, "--microbatch": 2}
         return {**small, "--steps": WARM_UP_STEPS + 3}
     memory_bytes = torch.cuda.mem_get_info()[1] if setting.device == "cuda" else 0
-    num_blocks, microbatch = (6, 4) if memory_bytes >= _LARGE_BYTES else (2, 1)
-    sized: Sizes = {"--shape": MODEL, "--blocks": num_blocks, "--vocabulary": _VOCABULARY, "--seq": 2048}
+    microbatch = 4 if memory_bytes >= _LARGE_BYTES else 1
+    sized: Sizes = {"--shape": MODEL, "--blocks": _NUM_BLOCKS, "--vocabulary": _VOCABULARY, "--seq": 2048}
     return {**sized, "--batch": 32, "--microbatch": microbatch, "--steps": WARM_UP_STEPS + 10}
 
 
-def measure(setting: Setting) -> list[Row]:
+def measure(setting: Setting) -> Iterator[Row]:
     """Train both ways in turns; the kinds of code that rehearsals leave out take a compiler a minute."""
+    from benchmarks.jobs.llama_model import shape_of  # late: it loads transformers, which other parts do without
+
     sizes = {**sizes_for(setting), "--precision": "bf16", "--device": setting.device}
     shape = shape_of(str(sizes["--shape"]), int(str(sizes["--blocks"])), int(str(sizes.get("--vocabulary", 0))))
-    rows: list[Row] = []
     for compiled in (False,) if setting.is_rehearsal else (False, True):
         options = {**sizes, **({"--compile": None} if compiled else {})}
         ours = run_steps("llama.py", {**options, "--max-failures": 0}, num_nodes=1)
         theirs_ms = statistics.median(theirs(options, setting.limit_s))
-        rows += speed_rows(statistics.median(ours.step_ms), theirs_ms, shape, sizes, ours.devices[0], compiled=compiled)
-    return rows
+        ours_ms = statistics.median(ours.step_ms)
+        yield from speed_rows(ours_ms, theirs_ms, shape, sizes, ours.devices[0], compiled=compiled)
 
 
 def theirs(options: Sizes, limit_s: float) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 from benchmarks.parts.gpu.part import Row, Setting, SkippedError
 
@@ -30,9 +31,9 @@ def dying(setting: Setting) -> list[Row]:
     os._exit(7)
 
 
-def hanging(setting: Setting) -> list[Row]:
-    """Never end, nor what it starts."""
+def hanging(setting: Setting) -> Iterator[Row]:
+    """Measure, and then never end, nor what it starts."""
+    yield Row(what="devices", value=setting.num_devices)
     endless = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
     (setting.folder / "pid").write_text(str(endless.pid))
     endless.wait()
-    return []

@@ -66,7 +66,7 @@ def test_kill_is_recovered_from(tmp_path: Path) -> None:
     (row,) = runs.kill_in(setting(tmp_path), [["backward"]], num_nodes=2, pipeline_nodes=1, max_failures=0)
     assert row.wrong == ""
     assert isinstance(row.value, float)
-    events = [{"kind": "node_ready", "device": "a CPU"}]
+    events = [{"kind": "node_ready", "device": "cpu of this host"}]
     assert runs.wrong_devices(setting(tmp_path), events) == []
     on_gpu = Setting(device="cuda", num_devices=1, folder=tmp_path, limit_s=1.0)
     assert runs.wrong_devices(on_gpu, events)
@@ -123,7 +123,7 @@ def test_sums_and_abort_of_two_workers() -> None:
 
 
 def test_training_speed_is_compared(tmp_path: Path) -> None:
-    rows = speed.measure(setting(tmp_path))
+    rows = list(speed.measure(setting(tmp_path)))
     assert [row.what for row in rows] == [
         f"step, not compiled, {who}" for who in ("resilient", "plain PyTorch", "ratio")
     ]

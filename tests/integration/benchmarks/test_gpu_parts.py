@@ -108,7 +108,9 @@ def test_part_runs_in_a_process_of_its_own(
 def test_part_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     endless = Part(name="one", measure=parts_to_run.hanging, needs_s=1)
     outcome = run_apart(endless, setting(tmp_path, limit_s=5.0))
-    assert outcome.failed == "killed after 5 s"
+    assert outcome.failed == f"killed after 5 s, see {tmp_path / LOG}"
+    assert outcome.rows == [Row(what="devices", value=3)], "what it had measured before is told"
+    assert "parts_to_run.py" in (tmp_path / LOG).read_text(), "and where it hung"
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or has_ended(psutil.Process(pid))
 

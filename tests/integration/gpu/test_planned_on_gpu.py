@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from resilient.testing import fail_at
 from tests.integration.drills import SCRIPT
@@ -23,5 +22,4 @@ def test_planned_job_through_a_kill(workers: int, tmp_path: Path) -> None:
     run = run_job(tmp_path / "run", *JOB, *options, script=SCRIPT, nodes=3, workers_per_node=workers, inject=inject)
     check_equals_one_process(run, tmp_path / "alone", log)
     check_survivors(run)
-    known = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
-    assert {event["device"] for event in run.of_kind("node_ready")} <= known
+    assert all(event["device"].startswith("cuda") for event in run.of_kind("node_ready"))
