@@ -160,14 +160,8 @@ class Worker:
         """
         self._client.on_regroup = self._guard.announce
         self._client.on_arm = lambda message: self._faults.arm(message.injection)
-        self._client.send(
-            Ready(
-                job=self._spec,
-                store_address=self._store.address,
-                pid=os.getpid(),
-                device=f"{self._job.device} {self._job.device_name}",
-            )
-        )
+        device = f"{self._job.device} {self._job.device_name}"
+        self._client.send(Ready(job=self._spec, store_address=self._store.address, pid=os.getpid(), device=device))
         while True:
             message = self._client.receive()
             if isinstance(message, Finish):

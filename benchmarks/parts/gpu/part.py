@@ -134,6 +134,7 @@ def run_all(
         tell: Told what is done next, in words.
     """
     ends_at = clock() + budget_s
+    _CONTEXT.set_forkserver_preload([part.measure.__module__ for part in parts])
     outcomes: list[Outcome] = []
     for number, part in enumerate(parts):
         left_s = ends_at - clock()
@@ -164,9 +165,9 @@ def reason_to_skip(part: Part, num_devices: int, left_s: float) -> str:
 
 def run_apart(part: Part, setting: Setting) -> Outcome:
     """Run a part in a process of its own, which ends with all that it started."""
-    receiving, sending = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_work, args=(part, setting, sending))
     began = time.monotonic()
+    receiving, sending = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_work, args=(part, setting, began + setting.limit_s, sending))
     process.start()
     sending.close()
     rows: list[Row] = []
@@ -198,12 +199,14 @@ def _received(receiving: Connection, rows: list[Row], ends_at: float) -> Skipped
     raise TimeoutError
 
 
-def _work(part: Part, setting: Setting, sending: Connection) -> None:
+def _work(part: Part, setting: Setting, ends_at: float, sending: Connection) -> None:
     with (setting.folder / LOG).open("ab", buffering=0) as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
-    faulthandler.dump_traceback_later(max(_STACKS_S, setting.limit_s - _STACKS_S))  # where it is, if it is killed
+    left_s = ends_at - time.monotonic() - _STACKS_S
+    if left_s > 0:
+        faulthandler.dump_traceback_later(left_s)  # where it is, should it be killed
     end = _end_of(part, setting, sending.send)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # who hears of the end kills this process

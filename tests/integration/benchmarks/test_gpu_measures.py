@@ -123,7 +123,7 @@ def test_sums_and_abort_of_two_workers() -> None:
 
 
 def test_training_speed_is_compared(tmp_path: Path) -> None:
-    rows = list(speed.measure(setting(tmp_path)))
+    rows = speed.measure(setting(tmp_path))
     assert [row.what for row in rows] == [
         f"step, not compiled, {who}" for who in ("resilient", "plain PyTorch", "ratio")
     ]
