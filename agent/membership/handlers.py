@@ -65,17 +65,7 @@ class Handlers:
     def on_node_connected(self, event: NodeConnected) -> None:
         settings, context = self._context.settings, self._context
         context.record("node_connected", node=event.node, host=event.host, pid=event.pid, domain=event.domain)
-        member = context.members[event.node] = Member(
-            node=event.node,
-            host=event.host,
-            pid=event.pid,
-            num_workers=event.num_workers,
-            domain=event.domain,
-            is_guest=event.is_guest,
-            unchecked=event.alike,
-            connected_at=context.now,
-            num_behind=event.num_behind,
-        )
+        member = context.add(event)
         unlike = "" if self._parts.is_too_early(member) else self._parts.likeness.why_unlike(event.node, {})
         if unlike:
             self._lifecycle.fail(event.node, unlike)
@@ -144,7 +134,7 @@ class Handlers:
         if member is None or member.leaving:
             return
         self._context.record("node_leaving", node=event.node, reason=event.reason)
-        member.leaving = True
+        self._context.note_leaving(member)
         if not self._parts.is_needed(event.node):
             self._parts.dismiss(member, "left")
         self._lifecycle.proceed()

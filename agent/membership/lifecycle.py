@@ -98,11 +98,10 @@ class Lifecycle:
         if parts.ending.interruption is not None:
             self._regrouping.begin(at_boundary=True, cause="interruption")
             return
-        members = parts.context.members
-        concerned = [member for member in members.values() if member.leaving or not member.admitted]
-        if not concerned:  # asked with every node that gets ready, it looks at all of them once
+        concerned = parts.context.unsettled()
+        if not concerned:
             return
-        joining = parts.context.joining(concerned)
+        members, joining = parts.context.members, parts.context.joining(concerned)
         leaving = sorted(member.node for member in concerned if member.leaving)
         if leaving or (joining and not self._awaits_others([members[node] for node in joining], concerned)):
             number = parts.context.generation + 1

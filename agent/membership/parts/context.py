@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from resilient.agent.membership.next_generation.members import Member, WorkerId, available
-from resilient.agent.membership.parts.events import Instruction, Record, Send, Tell
+from resilient.agent.membership.parts.events import Instruction, NodeConnected, Record, Send, Tell
 from resilient.protocol.messages import Injection, Kill, ShowStacks, Shutdown, ToWorkerMessage, Welcome
 from resilient.state.manifest import Manifest
 from resilient.templates.inputs.cluster import Link
@@ -110,6 +110,7 @@ class Context:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.members: dict[int, Member] = {}
+        self._unsettled: set[int] = set()
         self._generation = 0
         self._now = 0.0
         self._out: list[Instruction] = []
@@ -162,6 +163,37 @@ class Context:
     def available(self) -> list[int]:
         """Return the nodes that the next plan may use."""
         return available(self.members.values(), self.settings.most_nodes)
+
+    def add(self, came: NodeConnected) -> Member:
+        """Take in a node that has come."""
+        self._unsettled.add(came.node)
+        member = self.members[came.node] = Member(
+            node=came.node,
+            host=came.host,
+            pid=came.pid,
+            num_workers=came.num_workers,
+            domain=came.domain,
+            is_guest=came.is_guest,
+            unchecked=came.alike,
+            connected_at=self.now,
+            num_behind=came.num_behind,
+        )
+        return member
+
+    def note_leaving(self, member: Member) -> None:
+        """Take in that a node wants to leave."""
+        member.leaving = True
+        self._unsettled.add(member.node)
+
+    def unsettled(self) -> list[Member]:
+        """Return the nodes that came or want to leave since the generation in force began.
+
+        Asked with every node that gets ready, it looks at these alone, and not at all there are.
+        """
+        known = [self.members[node] for node in sorted(self._unsettled) if node in self.members]
+        found = [member for member in known if member.leaving or not member.admitted]
+        self._unsettled = {member.node for member in found}
+        return found
 
     def joining(self, concerned: Iterable[Member]) -> list[int]:
         """Return those of the nodes that the next plan may use that the generation in force does not know.
