@@ -38,10 +38,11 @@ class StageMemory:
         inputs = _prefix_sums(costs.inputs[option])
         handed_on = np.array(costs.handed_on[option], dtype=np.int64)
         once = _AtOnce(costs, option)
+        returned = handed_on * [*(layer.input_gradient for layer in problem.profile.layers), False]
         kept = activations + handed_on - activations[:-1, None]
         self.kept = _rising(kept)
         self.inputs = _rising(inputs + handed_on - inputs[:-1, None])
-        self.workspace = _rising(np.maximum(kept, once.of(activations[1:]) + handed_on - activations[:-1, None]))
+        self.workspace = _rising(np.maximum(kept, once.of(activations[1:]) + returned - activations[:-1, None]))
         self.workspace -= self.kept
         self.largest = once.of(np.diff(activations))
         deferred, splits = (
@@ -98,6 +99,7 @@ class _AtOnce:
         addends_and_sums = shard - 1 + min(shard, 3) - 1
         self._behind = np.append(gradients[1:] + -(-gradients[1:] * addends_and_sums // shard), 0)
         self._own = np.array(costs.workspace[option], dtype=np.int64) + self._before + gradients
+        self._passing = np.array(costs.passing[option], dtype=np.int64)
 
     def of(self, num_bytes: Ints) -> Ints:
         """Return the most of layers i .. j - 1, with so many bytes that are there besides of each. [L, L + 1]"""
@@ -105,7 +107,7 @@ class _AtOnce:
         most = np.zeros((size, size + 1), dtype=np.int64)
         for i in range(size):
             last = num_bytes[i:] + self._own[i:]
-            last[1:] += self._before[i:-1]
+            last[1:] += self._before[i:-1] + self._passing[i + 1 :]
             inner = np.maximum.accumulate(last + self._behind[i:])
             most[i, i + 1 :] = np.maximum(last, np.append(0, inner[:-1]))
         return most

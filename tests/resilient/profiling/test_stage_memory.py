@@ -82,21 +82,38 @@ def llama() -> Job:
     return make_job(model=model, dataset=Texts(), precision="fp32", microbatch=2, global_batch=16)
 
 
-def convolutions() -> Job:
+def convolutions(*, are_frozen: bool = False) -> Job:
     """Four layers with small states and large activations, in front of one with large states."""
+
+    def convolution(*modules: nn.Module) -> nn.Module:
+        return nn.Sequential(*modules, nn.ReLU()).requires_grad_(not are_frozen)
+
     layers = [
         lambda: nn.Unflatten(1, (1, 16, 16)),
-        lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU()),
-        *[lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())] * 3,
+        lambda: convolution(nn.Conv2d(1, 8, 3, padding=1)),
+        *[lambda: convolution(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8))] * 3,
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(8 * WIDTH, WIDTH)),
     ]
     model = Chain(layers, summed_loss)
     return make_job(model=model, dataset=Points(), precision="fp32", microbatch=64, global_batch=512)
 
 
+def widened() -> Job:
+    """A layer without parameters that makes much of little, in front of one with parameters."""
+    first = [nn.Unflatten(1, (1, WIDTH)), nn.Upsample(scale_factor=16), nn.Flatten()]
+    model = Chain([lambda: nn.Sequential(*first), *[lambda: nn.Linear(16 * WIDTH, WIDTH)]], summed_loss)
+    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=32, global_batch=256)
+
+
 @pytest.fixture(scope="module")
 def jobs() -> dict[str, tuple[Job, ModelProfile]]:
-    made = {"chain": chain(), "llama": llama(), "convolutions": convolutions()}
+    made = {
+        "chain": chain(),
+        "llama": llama(),
+        "convolutions": convolutions(),
+        "frozen convolutions": convolutions(are_frozen=True),
+        "widened": widened(),
+    }
     return {
         name: (job, measure(job, job.layouts(), draw_samples(job), on_layer=lambda _: None))
         for name, job in made.items()
@@ -128,6 +145,18 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
         for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.SPLIT, ScheduleKind.ZB_H1, ScheduleKind.ZB_H2)
         for cut in (3, 4)
         for row in (0, 1)
+    },
+    "no parameters in a first stage": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 0),
+    "behind one without parameters": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 1),
+    **{
+        f"frozen convolutions, {kind.value} and stage {row}": (
+            "frozen convolutions",
+            pipeline((0, 2, 4, 6), 8, 0, 1, 1, 1),
+            row,
+            kind,
+        )
+        for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE)
+        for row in (0, 1, 2)
     },
 }
 """The job, its pipeline, the stage that is looked at, and the schedule if it is not 1F1B."""
