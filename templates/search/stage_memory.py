@@ -29,6 +29,8 @@ class StageMemory:
         inputs: The same where layers run again, which keep their inputs alone. [L, L + 1]
         workspace: Used beside what is kept, by the layer for which that is most. [L, L + 1]
         largest: Used beside inputs, by the largest layer that runs again. [L, L + 1]
+        handed_on: Of ``kept`` and of ``inputs`` what a stage hands on that ends before a layer. [L + 1]
+        arriving: Of ``held`` what comes in and goes back before a stage that begins with a layer. [L]
         deferred: Kept besides of each microbatch that is between the two parts of its backward. Where no input wants a
             gradient all of it is in the second part, and where layers run again in the first. [L, L + 1]
     """
@@ -36,7 +38,8 @@ class StageMemory:
     def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int) -> None:
         activations = _prefix_sums(costs.kept[option])
         inputs = _prefix_sums(costs.inputs[option])
-        handed_on = np.array(costs.handed_on[option], dtype=np.int64)
+        self.handed_on = handed_on = np.array(costs.handed_on[option], dtype=np.int64)
+        self.arriving = np.array(costs.arriving[option], dtype=np.int64)
         once = _AtOnce(costs, option)
         returned = handed_on * [*(layer.input_gradient for layer in problem.profile.layers), False]
         kept = activations + handed_on - activations[:-1, None]
@@ -51,7 +54,7 @@ class StageMemory:
         )
         self.deferred = np.triu(deferred - deferred[:-1, None], 1) * np.array(splits)[:, None]
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
-        self.held = np.triu(held + np.array(costs.arriving[option], dtype=np.int64)[:, None], 1)
+        self.held = np.triu(held + self.arriving[:, None], 1)
 
     def num_bytes(self, first: int, end: int, in_flight: int, deferred: int = 0, *, checkpointing: bool) -> int:
         """Return what a stage of layers ``first .. end - 1`` holds with so many rounds in flight.

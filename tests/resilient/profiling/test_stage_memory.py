@@ -182,10 +182,7 @@ def test_planned_memory_is_what_is_allocated(
 def test_planned_memory_of_rows_with_two_stages_is_what_is_allocated(
     name: str, kind: ScheduleKind, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
 ) -> None:
-    """They do not hold their most at the same time, and one at a time runs.
-
-    Where zb-v turns back, a row hands on to itself what counts as sent and received: it is planned for a little more.
-    """
+    """They do not hold their most at the same time, one at a time runs, and zb-v's last row hands on to itself."""
     job, profile = jobs[name]
     profile = with_even_times(profile)  # for the same cuts every time
     problem = PlanningProblem(
@@ -204,8 +201,7 @@ def test_planned_memory_of_rows_with_two_stages_is_what_is_allocated(
     write_initial(job, tmp_path)
     rank = next(slot.rank for slot in plan.slots if slot.row_index == row)
     held = sum(stage.memory_bytes for stage in template.rows[row])
-    turns_back = kind is ScheduleKind.ZB_V and row == 2
-    assert held == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.12 if turns_back else 0.1)
+    assert held == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.1)
 
 
 def test_gradients_that_wait_in_a_block_are_the_derived_ones(jobs: dict[str, tuple[Job, ModelProfile]]) -> None:

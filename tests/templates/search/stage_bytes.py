@@ -15,7 +15,9 @@ class StageBytes:
 
     Attributes:
         held: What is there once, whatever runs.
+        arriving: Part of it: what comes in, and what goes back.
         each: Kept of each microbatch.
+        handed_on: Part of it: what goes out, and room for what comes back.
         each_again: Kept of each where layers run again.
         workspace: Used beside what is kept.
         largest: Used by the largest layer that runs again.
@@ -28,12 +30,14 @@ class StageBytes:
         self._layers = profile.layers[first:end]
         self._degree = degree
         q = profile.tp_degrees.index(degree)
-        self.held = self._held(first, end)
+        self.arriving = self._arriving(first)
+        self.held = self._held(first, end) + self.arriving
         self._of_layers = [layer.costs[q].workspace_bytes for layer in self._layers]
         self._kept = [
             max(layer.costs[q].activation_bytes, self._gradient(k)) for k, layer in enumerate(self._layers, start=first)
         ]
         ends = range(1, len(self._layers) + 1)  # no stage holds less than one that ends before it
+        self.handed_on = self._handed_on(ends[-1])
         self.each = max(sum(self._kept[:e]) + self._handed_on(e) for e in ends)
         self.each_again = max(sum(self._entering(first + k) for k in range(e)) + self._handed_on(e) for e in ends)
         newest = max(sum(self._kept[: k + 1]) + self._once(k, e) + self._returned(e) for e in ends for k in range(e))
@@ -51,17 +55,18 @@ class StageBytes:
         return self.held + in_flight * self.each_again + self.largest
 
     def _held(self, first: int, end: int) -> int:
-        """States and gradients; of a stage behind others what comes in, too, and the gradient that goes back.
-
-        Where nothing is differentiated: what its first layer is computed from.
-        """
+        """States and gradients."""
         profile, degree = self._profile, self._degree
         names = {each.name for layer in profile.layers[first:end] for each in used(profile, layer)}
         states = [layer.device_bytes(degree) * degree for layer in profile.layers if layer.name in names]
-        held = -(-sum(states) // (self._groups * degree))
-        if first == 0:
-            return held
-        return held + self._entering(first) + (self._gradient(first) or self._passing(first))
+        return -(-sum(states) // (self._groups * degree))
+
+    def _arriving(self, first: int) -> int:
+        """Of a stage behind others: what comes in, and the gradient that goes back.
+
+        Where nothing is differentiated: what its first layer is computed from.
+        """
+        return (self._entering(first) + (self._gradient(first) or self._passing(first))) * (first > 0)
 
     def _entering(self, index: int) -> int:
         return -(-self._profile.layers[index].input_bytes // self._degree)
