@@ -24,7 +24,8 @@ class StageMemory:
         option: Index of the devices in the costs' options.
 
     Attributes:
-        held: What is there once, whatever runs: states, gradients, what comes in and goes out. [L, L + 1]
+        held: What is there once, whatever runs: states, gradients, what comes in and goes out, what is loaded of a
+            microbatch. [L, L + 1]
         kept: Of each microbatch in flight, with what is handed on. [L, L + 1]
         inputs: The same where layers run again, which keep their inputs alone. [L, L + 1]
         workspace: Used beside what is kept, by the layer for which that is most. [L, L + 1]
@@ -54,7 +55,7 @@ class StageMemory:
         )
         self.deferred = np.triu(deferred - deferred[:-1, None], 1) * np.array(splits)[:, None]
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
-        self.held = np.triu(held + self.arriving[:, None], 1)
+        self.held = np.triu(held + self.arriving[:, None] + _loaded(problem), 1)
 
     def num_bytes(self, first: int, end: int, in_flight: int, deferred: int = 0, *, checkpointing: bool) -> int:
         """Return what a stage of layers ``first .. end - 1`` holds with so many rounds in flight.
@@ -78,6 +79,16 @@ def _rising(num_bytes: Ints) -> Ints:
     It does only where far less is handed on behind a layer than before it. [L, L + 1]
     """
     return np.maximum.accumulate(np.triu(num_bytes, 1), axis=1)
+
+
+def _loaded(problem: PlanningProblem) -> Ints:
+    """Return what is loaded of a microbatch and not kept: as much as one layer reads, for layers read the same.
+
+    It is that of the next microbatch, which is loaded to be ready for what comes in, or goes with the forward.
+    [L, L + 1]
+    """
+    read = np.array([0, *(layer.read_bytes for layer in problem.profile.layers)], dtype=np.int64)
+    return np.maximum.accumulate(np.triu(np.tile(read, (len(read) - 1, 1)), 1), axis=1)
 
 
 def _prefix_sums(values: Sequence[int]) -> Ints:

@@ -105,6 +105,13 @@ def widened() -> Job:
     return make_job(model=model, dataset=Points(), precision="fp32", microbatch=32, global_batch=256)
 
 
+def narrow() -> Job:
+    """Layers that are small beside the samples, which the last one loads as well: a chain's loss may read them."""
+    last = [nn.Linear(16, WIDTH), nn.Tanh(), nn.Tanh(), nn.Linear(WIDTH, 8)]
+    model = Chain([lambda: nn.Linear(WIDTH, 16), lambda: nn.Sequential(*last)], lambda output, _: output.sum())
+    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=32, global_batch=256)
+
+
 @pytest.fixture(scope="module")
 def jobs() -> dict[str, tuple[Job, ModelProfile]]:
     made = {
@@ -113,6 +120,7 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
         "convolutions": convolutions(),
         "frozen convolutions": convolutions(are_frozen=True),
         "widened": widened(),
+        "narrow": narrow(),
     }
     return {
         name: (job, measure(job, job.layouts(), draw_samples(job), on_layer=lambda _: None))
@@ -146,6 +154,7 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
         for cut in (3, 4)
         for row in (0, 1)
     },
+    "samples that nobody keeps": ("narrow", pipeline((0, 1, 2), 8, 0, 1, 1), 1),
     "no parameters in a first stage": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 0),
     "behind one without parameters": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 1),
     **{
@@ -249,6 +258,7 @@ def allocated(job: Job, plan: Plan, rank: int, path: Path) -> int:
 
     def work(own: int, address: str) -> None:
         place, batches = installed(job, plan, own, address, path), Batches(job)
+        batches.enter(place.steps.cells, place.sample_agreement.reads)
         with record_function(BEGUN):
             pass
         place.executor.run(work_of(place, batches, STEP))

@@ -31,7 +31,7 @@ class StageBytes:
         self._degree = degree
         q = profile.tp_degrees.index(degree)
         self.arriving = self._arriving(first)
-        self.held = self._held(first, end) + self.arriving
+        self.held = self._held(first, end) + self.arriving + max(layer.read_bytes for layer in self._layers)
         self._of_layers = [layer.costs[q].workspace_bytes for layer in self._layers]
         self._kept = [
             max(layer.costs[q].activation_bytes, self._gradient(k)) for k, layer in enumerate(self._layers, start=first)
