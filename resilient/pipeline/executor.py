@@ -116,9 +116,10 @@ class Executor:
         self._sent: dict[StageLink, Activations] = {}
         self._gradients_in: dict[StageLink, dict[str, Tensor]] = {}
         self._gradients_out: dict[StageLink, dict[str, Tensor]] = {}
-        # Nobody waits for a send: what is kept here stays untouched until the receiver has shown that it has it, by
-        # the gradient it returns or by passing the prepare barrier of this step. Of gradients the last ones are kept:
-        # there was room for them from the moment the activations were sent, so that those before have arrived by then.
+        # What is kept here stays untouched until the receiver has it. It shows that by the gradient that it returns; of
+        # activations that want none their send is waited for where that would come. Of gradients the last ones are
+        # kept: there was room for them from the moment the activations were sent, so that those before have arrived by
+        # then. What no action comes for any more stays until the receiver has passed the prepare barrier of this step.
         self._activation_sends: dict[StageLink, list[Pending]] = {}
         self._gradient_sends: list[Pending] = []
         self._losses = torch.zeros(self._num_losses, dtype=torch.float64)
@@ -293,8 +294,10 @@ class Executor:
         (link,) = self._of_row.links(action)
         border = self._downstream[self._of_row.border(link)]
         gradients = self._gradients_in[link] = border.receive(self._of_row.number(link))
-        if gradients:
-            del self._activation_sends[link]
+        sends = self._activation_sends.pop(link)
+        if not gradients:
+            for sent in sends:
+                sent.wait()
 
     def _reduce(self, action: Action) -> None:
         self._gradient_sync.wait(action.index)

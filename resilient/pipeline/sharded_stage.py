@@ -114,7 +114,7 @@ class ShardedStage(Stage):
             if loss is not None:
                 losses.append((self._model.layers[layer.index].unit, loss))
             scaled = None if loss is None else loss / num_targets
-            runs.append(InFlight(received=received, sent=activations, loss=scaled))
+            runs.append(InFlight(received=wanted(received), sent=wanted(activations), loss=scaled))
         return activations, self._told(losses)
 
     def forward_idle(self, step: int) -> None:
@@ -138,10 +138,10 @@ class ShardedStage(Stage):
             outputs, output_gradients = differentiated(run, found)
             if outputs:
                 torch.autograd.backward(outputs, output_gradients)
-            found = {name: or_zeros(tensor, tensor.grad) for name, tensor in wanted(run.received).items()}
+            found = {name: or_zeros(tensor, tensor.grad) for name, tensor in run.received.items()}
             self._sum(sum_up)
         self._finish_sums()
-        return {name: or_zeros(tensor, tensor.grad) for name, tensor in wanted(first).items()}
+        return {name: or_zeros(tensor, tensor.grad) for name, tensor in first.items()}
 
     def backward_idle(self) -> None:
         """Take part in the backward of the other devices' microbatches."""

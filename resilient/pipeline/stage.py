@@ -35,7 +35,10 @@ class StageLayer:
 
 @dataclass(kw_only=True)
 class InFlight:
-    """A microbatch between its forward and its backward: leaves, what was made of them, and the scaled loss."""
+    """A microbatch between its forward and its backward: leaves, what was made of them, and the scaled loss.
+
+    Of leaves and of what was made, those that require a gradient: the others are nobody's any more.
+    """
 
     received: Activations
     sent: Activations
@@ -134,7 +137,7 @@ class Stage:
                 if loss is not None:
                     losses.append((self._model.layers[layer.index].unit, loss))
         scaled = torch.stack([loss for _, loss in losses]).sum() / num_targets if losses else None
-        self._in_flight[microbatch] = InFlight(received=received, sent=activations, loss=scaled)
+        self._in_flight[microbatch] = InFlight(received=wanted(received), sent=wanted(activations), loss=scaled)
         return activations, self._told(losses)
 
     def _told(self, losses: Sequence[tuple[str, Tensor]]) -> Tensor | None:
@@ -164,8 +167,7 @@ class Stage:
         outputs, output_gradients = differentiated(flight, gradients)
         if outputs:
             torch.autograd.backward(outputs, output_gradients)
-        received = wanted(flight.received)
-        return {name: or_zeros(tensor, tensor.grad) for name, tensor in received.items()}
+        return {name: or_zeros(tensor, tensor.grad) for name, tensor in flight.received.items()}
 
     def backward_input(self, microbatch: Hashable, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Differentiate one microbatch for what was received; :meth:`backward_weight` does the rest.
@@ -179,7 +181,7 @@ class Stage:
         Returns:
             Gradients of the received activations that require one.
         """
-        received = wanted(self._in_flight[microbatch].received)
+        received = self._in_flight[microbatch].received
         if self._recomputed_layers and received:
             self._deferred[microbatch] = Deferred()
             return self.backward(microbatch, gradients)
@@ -227,7 +229,7 @@ class Stage:
 def differentiated(flight: InFlight, gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return what a microbatch's backward starts from, with its gradients."""
     used: list[tuple[Tensor, Tensor | None]] = [
-        (tensor, gradients[name]) for name, tensor in wanted(flight.sent).items() if name in gradients
+        (tensor, gradients[name]) for name, tensor in flight.sent.items() if name in gradients
     ]
     if flight.loss is not None and flight.loss.requires_grad:
         used.append((flight.loss, None))

@@ -6,7 +6,7 @@ Owns what one pass of one layer is; which layers and which samples, and what is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class PassSeen:
         own_bytes: Of these what the layer made itself.
         deferred_bytes: Gradients that wait for the second part of a split backward, where that has a first one.
         input_bytes: Of what enters.
+        read_bytes: Of what is loaded of the microbatch where the layer is, and not kept.
         input_gradient: Some tensor that enters wants a gradient, though the layer may do no more than hand it on: an
             encoder does so with the features of the encoders before it.
         differentiates: A gradient is computed for one of them.
@@ -54,6 +55,7 @@ class PassSeen:
     own_bytes: int
     deferred_bytes: int
     input_bytes: int
+    read_bytes: int
     input_gradient: bool
     differentiates: bool
 
@@ -194,11 +196,21 @@ class LayerPass:
             own_bytes=own,
             deferred_bytes=deferred.num_bytes if found else 0,
             input_bytes=sum(map(_num_bytes, self._received.values())),
+            read_bytes=sum(map(_num_bytes, self._loaded(kept.keys() | handed_on).values())),
             input_gradient=any(tensor.requires_grad for tensor in self._received.values()),
             differentiates=any(gradient is not None for gradient in found),
         )
         self._let_go()
         return seen
+
+    def _loaded(self, kept: Set[int]) -> dict[str, Tensor]:
+        """Return what a worker with the layer alone loads of the microbatch, but for what is kept."""
+        reads = self._job.model.layers[self._index].reads
+        return {
+            name: tensor
+            for name, tensor in self._batch.items()
+            if (reads is None or name in reads) and _address(tensor) not in kept
+        }
 
     def workspace_bytes(self, seen: PassSeen) -> int:
         """Run forward and backward once more; return the most that is in use at a time beside what is kept.

@@ -70,6 +70,8 @@ class LayerProfile:
             where it is frozen.
         input_bytes: Bytes of what enters the layer for one microbatch: what two stages that are cut before it send each
             other (forward, and again backward), and what activation checkpointing keeps.
+        read_bytes: Bytes of what a device loads of a microbatch for the layer, or for the loss behind it, and keeps no
+            longer than it runs; what is not known is 0.
         segments: Bytes of what its state consists of, one after the other: what is trained, what is frozen, each
             optimizer slot, what has a type of its own. Devices that divide the state each have an equal part of every
             one: of a parameter and of its slots the same. Empty where that is not known: one segment.
@@ -88,6 +90,7 @@ class LayerProfile:
     optimizer_bytes: int = 0
     gradient_bytes: int = 0
     input_bytes: int = 0
+    read_bytes: int = 0
     segments: tuple[int, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
     trainable: bool = True
@@ -95,7 +98,8 @@ class LayerProfile:
     shares: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if min(self.parameter_bytes, self.optimizer_bytes, self.gradient_bytes, self.input_bytes) < 0:
+        sizes = self.parameter_bytes, self.optimizer_bytes, self.gradient_bytes, self.input_bytes, self.read_bytes
+        if min(sizes) < 0:
             raise ValueError(f"bytes of layer {self.name!r} must be >= 0, got {self}; profile the layer again")
         if self.segments and (min(self.segments) < 0 or sum(self.segments) != self.state_bytes):
             raise ValueError(

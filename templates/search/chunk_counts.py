@@ -114,16 +114,18 @@ def _interleaved(kind: ScheduleKind, num_rows: int, num_chunks: int, groups: tup
 def _most(counts: Ints) -> Ints:
     """Return the counts without moments of which others have as much of everything."""
     num_rows, _, num_chunks, _ = counts.shape
-    of_rows = [each[_maximal(each)] for each in (np.unique(row.reshape(len(row), -1), axis=0) for row in counts)]
+    of_rows = [np.unique(each[_maximal(each)], axis=0) for each in counts.reshape(num_rows, -1, 2 * num_chunks)]
     longest = max(map(len, of_rows))
     padded = [np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in of_rows]
     return np.stack(padded).reshape(num_rows, longest, num_chunks, 2)
 
 
 def _maximal(vectors: Ints) -> list[int]:
-    """Return which of different vectors no other has as much of everything as."""
+    """Return which vectors no other has as much of everything as; of equal ones the first."""
     kept: list[int] = []
-    for index in np.argsort(-vectors.sum(axis=1), kind="stable").tolist():
-        if not kept or not (vectors[kept] >= vectors[index]).all(axis=1).any():
-            kept.append(index)
+    left = np.argsort(-vectors.sum(axis=1), kind="stable")
+    while len(left):
+        most = int(left[0])  # those with less in all come behind it
+        kept.append(most)
+        left = left[(vectors[left] > vectors[most]).any(axis=1)]
     return kept

@@ -81,15 +81,25 @@ def _needed(
     plain += begun[2]
     if plain > room.time or room.memory >= UNLIMITED:
         return plain
-    fits = _fits(room.stages, room.moments, room.others, row, begun[0], begun[1], i, j, room.memory)
+    fits = _fits(room.stages, costs.within, room.moments, room.others, row, begun[0], begun[1], i, j, room.memory)
     return plain if fits == 0 else again + begun[3] if fits > 0 else NO_TIME
 
 
 @compiled
 def _fits(
-    stages: Ints, moments: Ints, others: Ints, row: int, first: int, end: int, i: int, j: int, memory: int
+    stages: Ints, within: Ints, moments: Ints, others: Ints, row: int, first: int, end: int, i: int, j: int, memory: int
 ) -> int:
-    """Return 0 if a row's memory holds two stages beside others with activations kept, 1 with checkpoints, else -1."""
+    """Return 0 if a row's memory holds two stages beside others with activations kept, 1 with checkpoints, else -1.
+
+    Args:
+        stages: As of :class:`Room`, as are ``moments``, ``others`` and ``memory``.
+        within: As the costs have it: of two stages one after the other the first hands on to the second.
+        row: It.
+        first: First layer of the stage that is begun with.
+        end: One past its last one; ``first`` where there is none.
+        i: First layer of the other stage.
+        j: One past its last one.
+    """
     # numbers, and no views: what a call takes counts here
     held, kept, waiting, inputs = stages[i, j, 0], stages[i, j, 1], stages[i, j, 2], stages[i, j, 4]
     used, largest = max(others[row, 2], stages[i, j, 3]), max(others[row, 3], stages[i, j, 5])
@@ -98,6 +108,9 @@ def _fits(
         held += stages[first, end, 0]
         used, largest = max(used, stages[first, end, 3]), max(largest, stages[first, end, 5])
         kept_begun, waiting_begun, inputs_begun = stages[first, end, 1], stages[first, end, 2], stages[first, end, 4]
+        if end == i:
+            held -= within[i, 0]
+            kept_begun, inputs_begun = kept_begun - within[i, 1], inputs_begun - within[i, 1]
     for at in range(moments.shape[1]):
         moving = moments[row, at, 0] * kept + moments[row, at, 1] * waiting
         moving += moments[row, at, 2] * kept_begun + moments[row, at, 3] * waiting_begun
@@ -197,7 +210,7 @@ def _next_row(
             while j > begin:
                 needed = own[2] + costs.work[j] - costs.work[begin] + send
                 if limited and needed <= room.time:  # what a call takes counts here
-                    fits = _fits(stages, moments, others, row, i, i_end, begin, j, memory)
+                    fits = _fits(stages, costs.within, moments, others, row, i, i_end, begin, j, memory)
                     if fits > 0:
                         needed += own[3] - own[2]
                         needed += costs.forward[j] - costs.forward[begin] if costs.next_backward[begin] < j else 0
@@ -246,6 +259,13 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
                 next_time = min(next_time, costs.work[end] - costs.work[earliest - 1])
             for i_end in range(i + 1, min(end - 2 * following, room.first_end + 1 if row == 0 else end)):
                 own = _begun(costs, room, row, i, i_end)
+                if following == 0:  # the second stage begins where the first one ends
+                    needed = _needed(costs, room, row, 1, own, i_end, end)
+                    if needed > room.time:
+                        next_time = min(next_time, needed)
+                    elif i_end < begins[row + 1, i_end]:
+                        begins[row + 1, i_end], came_from[row + 1, i_end] = i_end, i
+                    continue
                 j = max(earliest, i_end + 2 * following)
                 while j < end:
                     needed = _needed(costs, room, row, 1, own, j, end)
@@ -256,8 +276,6 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
                 if j == end:
                     break
                 left = costs.work[j] - costs.work[i_end]
-                if following == 0 and j > i_end:
-                    continue
                 if left > left_time[row + 1]:
                     lacking = (left - left_time[row + 1] + following - 1) // following
                     next_time = min(next_time, room.time + lacking)

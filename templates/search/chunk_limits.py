@@ -45,11 +45,26 @@ def bytes_at_moments(costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, bou
         ``[..., chunks, rows, 2]``: of a row's stages one does at a time.
     """
     first, end = bounds[..., stage_at], bounds[..., stage_at + 1]
-    in_flight, waiting, held = counts[..., 0], counts[..., 1], costs.held[first, end][..., None]
+    in_flight, waiting = counts[..., 0], counts[..., 1]
+    held = costs.held[first, end][..., None] - passed_within(costs, counts, stage_at, bounds)
     plain = held + in_flight * costs.kept[first, end][..., None] + waiting * costs.deferred[first, end][..., None]
     again = held + in_flight * costs.inputs[first, end][..., None]
     once = np.stack([costs.workspace[first, end], costs.largest[first, end]], axis=-1)
     return np.stack([plain, again], axis=-1), once
+
+
+def passed_within(costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, bounds: ChunkTable) -> Ints:
+    """Return what tables of stages have that rows do not hold, as they hand on to themselves.
+
+    The later stage keeps what the earlier one hands on, and nothing comes in or goes back. Under zb-v the last row does
+    so, where the way turns back. Arguments as of :func:`bytes_at_moments`. [..., chunks, rows, moments]
+    """
+    within = np.zeros((*bounds.shape[:-1], *counts.shape[:-1]), dtype=np.int64)
+    for chunk, row in zip(*np.nonzero(np.diff(stage_at, axis=0) == 1), strict=True):
+        passed = costs.within[bounds[..., stage_at[chunk + 1, row]]]
+        within[..., chunk, row, :] = passed[..., 1, None] * counts[chunk, row, :, 0]
+        within[..., chunk + 1, row, :] += passed[..., 0, None]
+    return within
 
 
 def row_bytes(held: Ints, once: Ints) -> Ints:
@@ -140,6 +155,9 @@ class ChunkCuts:
         times, (held, once) = self._times(bounds)[self.stage_at], self._held(bounds)
         for of_others in (times, held, once):
             of_others[chunks.start : chunks.stop] = 0
+        if len(chunks) == 1:  # tables of a stage do not tell of the one beside it, whose bounds stay
+            within = passed_within(self.costs, self.counts, self.stage_at, bounds)
+            held[chunks.start] = -within[chunks.start, ..., None]
         own, before = self.counts[chunks.stop - 1], self.counts[chunks.start] * (len(chunks) > 1)
         return Room(
             stages=self._stages,

@@ -112,9 +112,11 @@ def _step(costs: SingleDeviceCosts, rows: Rows, near: Ints, bounds: Ints, move: 
             plain, again = plain + of[_PLAIN], again + of[_AGAIN]
         checkpoints = False
         if rows.memory > 0:
-            kept = _bytes(rows, near, row, move, 0)
+            kept = _bytes(costs.within, rows, near, row, bounds, move, 0)
             checkpoints = rows.checkpoints and kept > rows.memory
-            lacking += max(0, (_bytes(rows, near, row, move, 1) if checkpoints else kept) - rows.memory)
+            if checkpoints:
+                kept = _bytes(costs.within, rows, near, row, bounds, move, 1)
+            lacking += max(0, kept - rows.memory)
         time, fills = again if checkpoints else plain, 0
         for stage in rows.stages[row]:
             of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
@@ -127,10 +129,11 @@ def _step(costs: SingleDeviceCosts, rows: Rows, near: Ints, bounds: Ints, move: 
 
 
 @compiled
-def _bytes(rows: Rows, near: Ints, row: int, move: Ints, again: int) -> int:
+def _bytes(within: Ints, rows: Rows, near: Ints, row: int, bounds: Ints, move: Ints, again: int) -> int:
     """Return what a row of a moved cut holds, with activations kept or with checkpoints."""
     kept, used = (_INPUTS, _LARGEST) if again else (_KEPT, _USED)
     most = held = once = 0
+    num_chunks = rows.stages.shape[1]
     for moment in range(rows.counts.shape[2]):
         moving = 0
         for chunk, stage in enumerate(rows.stages[row]):
@@ -139,6 +142,9 @@ def _bytes(rows: Rows, near: Ints, row: int, move: Ints, again: int) -> int:
                 rows.counts[chunk, row, moment],
             )
             moving += count[0] * of[kept] + count[1] * of[_WAITING] * (1 - again)
+            if chunk + 1 < num_chunks and rows.stages[row, chunk + 1] == stage + 1:  # it hands on to itself
+                moving -= count[0] * within[bounds[stage + 1] + move[stage + 1], 1]
+                moving -= within[bounds[stage + 1] + move[stage + 1], 0]
         most = max(most, moving)
     for stage in rows.stages[row]:
         of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]

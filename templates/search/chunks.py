@@ -8,9 +8,9 @@ there are few cuts all are looked at. Otherwise cuts are searched for
 that are drawn. A pipeline of one device has one stage.
 
 A row holds what it does at the moment at which that is most (:mod:`resilient.templates.search.chunk_counts`), with the
-workspace of one of its stages: one at a time runs. It checkpoints all of them where only that fits. States that several
-stages of a row use count for each. A pipeline beside which there may be others holds whatever its share becomes; one
-that has all microbatches, those.
+workspace of one of its stages: one at a time runs. What it hands on to itself, where zb-v turns back, is there once. It
+checkpoints all of them where only that fits. States that several stages of a row use count for each. A pipeline beside
+which there may be others holds whatever its share becomes; one that has all microbatches, those.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ class LayerCosts:
     Args:
         problem: The job.
         round_size: Microbatches of a round.
+        awaits_sends: Whether stages to which no gradient returns wait where it would until what they sent has arrived,
+            as chains do. Elsewhere that stays until the step ends, and is not counted here.
 
     Attributes:
         options: Those that fit in a node.
@@ -56,16 +58,18 @@ class LayerCosts:
         deferred: Kept of a microbatch between the two parts of a backward; a sharded stage's has one part, while its
             layers are gathered.
         inputs: What enters the layer, of one microbatch.
-        handed_on: Kept of it by a stage that ends before the layer, from its forward to its backward: what it sends,
-            and where the gradient of that is to arrive.
+        handed_on: Kept of it by a stage that ends before the layer, from its forward to its backward, also where that
+            does nothing: what it sends, and where the gradient of that is to arrive. (Split, what returns no gradient
+            is there until the first part alone, and counts until the second one.)
         arriving: In memory of a stage that begins with the layer, beside what it keeps: what comes in ahead of its
-            turn, and the gradients that go back.
+            turn, and the gradients that go back or, where the layer has no backward, what it is computed from.
+        passing: What enters a layer that has no backward: it is there while the layer runs, and kept by none.
         gathered: Parameters of a layer, whole, on a device of a sharded stage.
         scattered: Gradients.
         send: Messages over the boundary before the layer: within a node, and between nodes.
     """
 
-    def __init__(self, problem: PlanningProblem, round_size: int) -> None:
+    def __init__(self, problem: PlanningProblem, round_size: int, *, awaits_sends: bool = True) -> None:
         layers = problem.profile.layers
         self._cluster = problem.cluster
         self.options = sorted(
@@ -105,11 +109,16 @@ class LayerCosts:
             [max(cost.activation_bytes, each * wants) for cost, each, wants in zip(row, entering, wanted, strict=True)]
             for row, entering in zip(costs, self.inputs, strict=True)
         ]
+        kept = [1 + wants if wants or awaits_sends else 0 for wants in wanted]
         self.handed_on = [
-            [0, *(2 * each * wants for each, wants in zip(row[1:], wanted[1:], strict=True)), 0] for row in self.inputs
+            [0, *(each * times for each, times in zip(row[1:], kept[1:], strict=True)), 0] for row in self.inputs
         ]
+        beside = [1 + (layer.input_gradient or not layer.trainable) for layer in layers]
         self.arriving = [
-            [0, *(each * (1 + wants) for each, wants in zip(row[1:], wanted[1:], strict=True))] for row in self.inputs
+            [0, *(each * times for each, times in zip(row[1:], beside[1:], strict=True))] for row in self.inputs
+        ]
+        self.passing = [
+            [each * (not runs) for each, runs in zip(row, runs_backward, strict=True)] for row in self.inputs
         ]
         self.gathered = [_whole(option, parameters) for option in self.options]
         self.scattered = [_whole(option, gradients) for option in self.options]

@@ -97,6 +97,8 @@ class SingleDeviceCosts(NamedTuple):
         workspace: Used beside what they keep. [L, L + 1]
         largest: Used by the largest of them that runs again. [L, L + 1]
         deferred: Kept of each whose backward has its second part to come. [L, L + 1]
+        within: What a row does not hold that hands on to itself, before a layer: once, and of each microbatch that the
+            first of the two stages keeps. [L, 2]
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
         weights: Prefix sums of what schedules put off, as :attr:`StageSpec.weights_ms` says.
         sync: Gradient sum of a first stage that ends there. [L + 1]
@@ -111,6 +113,7 @@ class SingleDeviceCosts(NamedTuple):
     workspace: CostTable
     largest: CostTable
     deferred: CostTable
+    within: CostTable
     next_backward: CostTable
     weights: CostTable
     sync: CostTable
@@ -233,6 +236,7 @@ class StageCosts:
             workspace=self._memory[0].workspace,
             largest=self._memory[0].largest,
             deferred=self._memory[0].deferred,
+            within=np.stack([self._memory[0].arriving, self._memory[0].handed_on[:-1]], axis=-1),
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
             weights=np.array(weights, dtype=np.int64),
             sync=np.array(self._sync[0], dtype=np.int64),

@@ -24,11 +24,14 @@ class StageMemory:
         option: Index of the devices in the costs' options.
 
     Attributes:
-        held: What is there once, whatever runs: states, gradients, what comes in and goes out. [L, L + 1]
+        held: What is there once, whatever runs: states, gradients, what comes in and goes out, what is loaded of a
+            microbatch. [L, L + 1]
         kept: Of each microbatch in flight, with what is handed on. [L, L + 1]
         inputs: The same where layers run again, which keep their inputs alone. [L, L + 1]
         workspace: Used beside what is kept, by the layer for which that is most. [L, L + 1]
         largest: Used beside inputs, by the largest layer that runs again. [L, L + 1]
+        handed_on: Of ``kept`` and of ``inputs`` what a stage hands on that ends before a layer. [L + 1]
+        arriving: Of ``held`` what comes in and goes back before a stage that begins with a layer. [L]
         deferred: Kept besides of each microbatch that is between the two parts of its backward. Where no input wants a
             gradient all of it is in the second part, and where layers run again in the first. [L, L + 1]
     """
@@ -36,12 +39,14 @@ class StageMemory:
     def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int) -> None:
         activations = _prefix_sums(costs.kept[option])
         inputs = _prefix_sums(costs.inputs[option])
-        handed_on = np.array(costs.handed_on[option], dtype=np.int64)
+        self.handed_on = handed_on = np.array(costs.handed_on[option], dtype=np.int64)
+        self.arriving = np.array(costs.arriving[option], dtype=np.int64)
         once = _AtOnce(costs, option)
+        returned = handed_on * [*(layer.input_gradient for layer in problem.profile.layers), False]
         kept = activations + handed_on - activations[:-1, None]
         self.kept = _rising(kept)
         self.inputs = _rising(inputs + handed_on - inputs[:-1, None])
-        self.workspace = _rising(np.maximum(kept, once.of(activations[1:]) + handed_on - activations[:-1, None]))
+        self.workspace = _rising(np.maximum(kept, once.of(activations[1:]) + returned - activations[:-1, None]))
         self.workspace -= self.kept
         self.largest = once.of(np.diff(activations))
         deferred, splits = (
@@ -50,7 +55,7 @@ class StageMemory:
         )
         self.deferred = np.triu(deferred - deferred[:-1, None], 1) * np.array(splits)[:, None]
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
-        self.held = np.triu(held + np.array(costs.arriving[option], dtype=np.int64)[:, None], 1)
+        self.held = np.triu(held + self.arriving[:, None] + _loaded(problem), 1)
 
     def num_bytes(self, first: int, end: int, in_flight: int, deferred: int = 0, *, checkpointing: bool) -> int:
         """Return what a stage of layers ``first .. end - 1`` holds with so many rounds in flight.
@@ -76,6 +81,16 @@ def _rising(num_bytes: Ints) -> Ints:
     return np.maximum.accumulate(np.triu(num_bytes, 1), axis=1)
 
 
+def _loaded(problem: PlanningProblem) -> Ints:
+    """Return what is loaded of a microbatch and not kept: as much as one layer reads, for layers read the same.
+
+    It is that of the next microbatch, which is loaded to be ready for what comes in, or goes with the forward.
+    [L, L + 1]
+    """
+    read = np.array([0, *(layer.read_bytes for layer in problem.profile.layers)], dtype=np.int64)
+    return np.maximum.accumulate(np.triu(np.tile(read, (len(read) - 1, 1)), 1), axis=1)
+
+
 def _prefix_sums(values: Sequence[int]) -> Ints:
     return np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
 
@@ -98,6 +113,7 @@ class _AtOnce:
         addends_and_sums = shard - 1 + min(shard, 3) - 1
         self._behind = np.append(gradients[1:] + -(-gradients[1:] * addends_and_sums // shard), 0)
         self._own = np.array(costs.workspace[option], dtype=np.int64) + self._before + gradients
+        self._passing = np.array(costs.passing[option], dtype=np.int64)
 
     def of(self, num_bytes: Ints) -> Ints:
         """Return the most of layers i .. j - 1, with so many bytes that are there besides of each. [L, L + 1]"""
@@ -105,7 +121,7 @@ class _AtOnce:
         most = np.zeros((size, size + 1), dtype=np.int64)
         for i in range(size):
             last = num_bytes[i:] + self._own[i:]
-            last[1:] += self._before[i:-1]
+            last[1:] += self._before[i:-1] + self._passing[i + 1 :]
             inner = np.maximum.accumulate(last + self._behind[i:])
             most[i, i + 1 :] = np.maximum(last, np.append(0, inner[:-1]))
         return most

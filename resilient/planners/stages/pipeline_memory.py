@@ -102,6 +102,7 @@ def _held(
         known = {cell: stage_bytes(unit, spread, configuration.shard, cell) for cell in dict.fromkeys(cells_of)}
         of_lanes = [known[cell] for cell in cells_of]
         in_flight = _in_flight(configuration, unit.name, np.stack([lane.kept for lane in of_lanes]))
+        in_flight = np.minimum(in_flight, configuration.num_microbatches)  # windows may be wider
         each = [lane.kept if with_activations else lane.handed_on for lane in of_lanes]
         held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches) + in_flight * np.stack(each)
         running[unit.name] = np.stack([lane.running for lane in of_lanes])

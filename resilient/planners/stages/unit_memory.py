@@ -84,7 +84,7 @@ def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell
     cluster = Cluster(devices_per_node=spread.tp * shard)
     profile = ModelProfile(layers=(nothing, *layers, behind), tp_degrees=(spread.tp,))
     problem = PlanningProblem(profile=profile, num_microbatches=1, cluster=cluster, max_failures=0)
-    costs = LayerCosts(problem, shard)
+    costs = LayerCosts(problem, shard, awaits_sends=False)
     memory = StageMemory(problem, costs, 0)
     firsts = spread.first_layers + 1
     ends = firsts + np.array(spread.stage_layers)

@@ -82,21 +82,46 @@ def llama() -> Job:
     return make_job(model=model, dataset=Texts(), precision="fp32", microbatch=2, global_batch=16)
 
 
-def convolutions() -> Job:
+def convolutions(*, are_frozen: bool = False) -> Job:
     """Four layers with small states and large activations, in front of one with large states."""
+
+    def convolution(*modules: nn.Module) -> nn.Module:
+        return nn.Sequential(*modules, nn.ReLU()).requires_grad_(not are_frozen)
+
     layers = [
         lambda: nn.Unflatten(1, (1, 16, 16)),
-        lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU()),
-        *[lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())] * 3,
+        lambda: convolution(nn.Conv2d(1, 8, 3, padding=1)),
+        *[lambda: convolution(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8))] * 3,
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(8 * WIDTH, WIDTH)),
     ]
     model = Chain(layers, summed_loss)
     return make_job(model=model, dataset=Points(), precision="fp32", microbatch=64, global_batch=512)
 
 
+def widened() -> Job:
+    """A layer without parameters that makes much of little, in front of one with parameters."""
+    first = [nn.Unflatten(1, (1, WIDTH)), nn.Upsample(scale_factor=16), nn.Flatten()]
+    model = Chain([lambda: nn.Sequential(*first), *[lambda: nn.Linear(16 * WIDTH, WIDTH)]], summed_loss)
+    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=32, global_batch=256)
+
+
+def narrow() -> Job:
+    """Layers that are small beside the samples, which the last one loads as well: a chain's loss may read them."""
+    last = [nn.Linear(16, WIDTH), nn.Tanh(), nn.Tanh(), nn.Linear(WIDTH, 8)]
+    model = Chain([lambda: nn.Linear(WIDTH, 16), lambda: nn.Sequential(*last)], lambda output, _: output.sum())
+    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=32, global_batch=256)
+
+
 @pytest.fixture(scope="module")
 def jobs() -> dict[str, tuple[Job, ModelProfile]]:
-    made = {"chain": chain(), "llama": llama(), "convolutions": convolutions()}
+    made = {
+        "chain": chain(),
+        "llama": llama(),
+        "convolutions": convolutions(),
+        "frozen convolutions": convolutions(are_frozen=True),
+        "widened": widened(),
+        "narrow": narrow(),
+    }
     return {
         name: (job, measure(job, job.layouts(), draw_samples(job), on_layer=lambda _: None))
         for name, job in made.items()
@@ -129,6 +154,19 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
         for cut in (3, 4)
         for row in (0, 1)
     },
+    "samples that nobody keeps": ("narrow", pipeline((0, 1, 2), 8, 0, 1, 1), 1),
+    "no parameters in a first stage": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 0),
+    "behind one without parameters": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 1),
+    **{
+        f"frozen convolutions, {kind.value} and stage {row}": (
+            "frozen convolutions",
+            pipeline((0, 2, 4, 6), 8, 0, 1, 1, 1),
+            row,
+            kind,
+        )
+        for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE)
+        for row in (0, 1, 2)
+    },
 }
 """The job, its pipeline, the stage that is looked at, and the schedule if it is not 1F1B."""
 
@@ -153,10 +191,7 @@ def test_planned_memory_is_what_is_allocated(
 def test_planned_memory_of_rows_with_two_stages_is_what_is_allocated(
     name: str, kind: ScheduleKind, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
 ) -> None:
-    """They do not hold their most at the same time, and one at a time runs.
-
-    Where zb-v turns back, a row hands on to itself what counts as sent and received: it is planned for a little more.
-    """
+    """They do not hold their most at the same time, one at a time runs, and zb-v's last row hands on to itself."""
     job, profile = jobs[name]
     profile = with_even_times(profile)  # for the same cuts every time
     problem = PlanningProblem(
@@ -175,8 +210,7 @@ def test_planned_memory_of_rows_with_two_stages_is_what_is_allocated(
     write_initial(job, tmp_path)
     rank = next(slot.rank for slot in plan.slots if slot.row_index == row)
     held = sum(stage.memory_bytes for stage in template.rows[row])
-    turns_back = kind is ScheduleKind.ZB_V and row == 2
-    assert held == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.12 if turns_back else 0.1)
+    assert held == pytest.approx(allocated(job, plan, rank, tmp_path), rel=0.1)
 
 
 def test_gradients_that_wait_in_a_block_are_the_derived_ones(jobs: dict[str, tuple[Job, ModelProfile]]) -> None:
@@ -224,6 +258,7 @@ def allocated(job: Job, plan: Plan, rank: int, path: Path) -> int:
 
     def work(own: int, address: str) -> None:
         place, batches = installed(job, plan, own, address, path), Batches(job)
+        batches.enter(place.steps.cells, place.sample_agreement.reads)
         with record_function(BEGUN):
             pass
         place.executor.run(work_of(place, batches, STEP))

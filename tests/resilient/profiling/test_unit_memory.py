@@ -138,10 +138,12 @@ def spread(dp: int = 1, tp: int = 1, llm: tuple[int, ...] = (3, 3)) -> dict[str,
 
 
 LANES = {**spread(), "vision": Parallelism(dp=2, pp=1, stage_layers=(5,), recompute=0.5)}
+IN_TURN = {**spread(), "llm": Parallelism(dp=1, pp=2, chunks=2, stage_layers=(1, 2, 2, 1))}
 SHARDED: dict[str, Any] = {"colocated": True, "encoders": Encoders.REPLICATED, "shard": 2}
 
 CASES: dict[str, tuple[Configuration, int, int]] = {
     "2 lanes of an encoder, half of which runs again": (Configuration(units=LANES, num_microbatches=4), 5, 1),
+    "an encoder ahead of fewer cells than fit": (Configuration(units=IN_TURN, num_microbatches=4), 4, 1),
     "2 tensor-parallel devices": (Configuration(units=spread(tp=2), num_microbatches=4), 4, 2),
     "all units sharded over 2": (Configuration(units=spread(dp=2, llm=(6,)), num_microbatches=2, **SHARDED), 1, 2),
 }

@@ -69,14 +69,22 @@ def moments(kind: ScheduleKind, num_rows: int, num_chunks: int, num_microbatches
     return of_rows
 
 
-def row_bytes(stages: list[StageBytes], seen: set[tuple[int, ...]], *, again: bool) -> int:
-    """What a row holds at the moment at which that is most, beside the state and the largest workspace."""
-    held, size = sum(each.held for each in stages), len(stages)
+def row_bytes(stages: list[StageBytes], seen: set[tuple[int, ...]], *, again: bool, turns: bool) -> int:
+    """What a row holds at the moment at which that is most, beside the state and the largest workspace.
+
+    Where it turns the first of two stages hands on to the second, which keeps that.
+    """
+    held, size = sum(each.held for each in stages) - turns * stages[-1].arriving, len(stages)
+    passed = turns * stages[0].handed_on
     if again:
-        moving = max(sum(n * each.each_again for n, each in zip(counts[:size], stages, strict=True)) for counts in seen)
+        moving = max(
+            sum(n * each.each_again for n, each in zip(counts[:size], stages, strict=True)) - counts[0] * passed
+            for counts in seen
+        )
         return held + moving + max(each.largest for each in stages)
     moving = max(
         sum(n * x.each + waits * x.deferred for n, waits, x in zip(counts[:size], counts[size:], stages, strict=True))
+        - counts[0] * passed
         for counts in seen
     )
     return held + moving + max(each.workspace for each in stages)
@@ -122,7 +130,9 @@ def every_cut(problem: PlanningProblem, *, alone: bool = False) -> Iterator[Pipe
         taken: list[tuple[int, int]] = []
         for row in range(num_rows if limit is not None else 0):
             of_row = [plain[index][1] for index, at in enumerate(row_of) if at == row]
-            taken.append((row_bytes(of_row, seen[row], again=False), row_bytes(of_row, seen[row], again=True)))
+            turns = (row, row) in pairwise(row_of)
+            kept, inputs = (row_bytes(of_row, seen[row], again=again, turns=turns) for again in (False, True))
+            taken.append((kept, inputs))
         fits = [True] * num_rows if limit is None else [kept <= limit for kept, _ in taken]
         if limit is not None and not all(
             fit or (problem.activation_checkpointing and inputs <= limit)

@@ -15,7 +15,9 @@ class StageBytes:
 
     Attributes:
         held: What is there once, whatever runs.
+        arriving: Part of it: what comes in, and what goes back.
         each: Kept of each microbatch.
+        handed_on: Part of it: what goes out, and room for what comes back.
         each_again: Kept of each where layers run again.
         workspace: Used beside what is kept.
         largest: Used by the largest layer that runs again.
@@ -28,15 +30,17 @@ class StageBytes:
         self._layers = profile.layers[first:end]
         self._degree = degree
         q = profile.tp_degrees.index(degree)
-        self.held = self._held(first, end)
+        self.arriving = self._arriving(first)
+        self.held = self._held(first, end) + self.arriving + max(layer.read_bytes for layer in self._layers)
         self._of_layers = [layer.costs[q].workspace_bytes for layer in self._layers]
         self._kept = [
             max(layer.costs[q].activation_bytes, self._gradient(k)) for k, layer in enumerate(self._layers, start=first)
         ]
         ends = range(1, len(self._layers) + 1)  # no stage holds less than one that ends before it
+        self.handed_on = self._handed_on(ends[-1])
         self.each = max(sum(self._kept[:e]) + self._handed_on(e) for e in ends)
         self.each_again = max(sum(self._entering(first + k) for k in range(e)) + self._handed_on(e) for e in ends)
-        newest = max(sum(self._kept[: k + 1]) + self._once(k, e) + self._handed_on(e) for e in ends for k in range(e))
+        newest = max(sum(self._kept[: k + 1]) + self._once(k, e) + self._returned(e) for e in ends for k in range(e))
         self.workspace = max(newest - self.each, 0)
         splits = groups == 1 and self._layers[0].input_gradient
         self.deferred = sum(layer.costs[q].deferred_bytes for layer in self._layers) if splits else 0
@@ -51,12 +55,18 @@ class StageBytes:
         return self.held + in_flight * self.each_again + self.largest
 
     def _held(self, first: int, end: int) -> int:
-        """States and gradients; of a stage behind others what comes in, too, and the gradient that goes back."""
+        """States and gradients."""
         profile, degree = self._profile, self._degree
         names = {each.name for layer in profile.layers[first:end] for each in used(profile, layer)}
         states = [layer.device_bytes(degree) * degree for layer in profile.layers if layer.name in names]
-        held = -(-sum(states) // (self._groups * degree))
-        return held + (self._entering(first) + self._gradient(first) if first > 0 else 0)
+        return -(-sum(states) // (self._groups * degree))
+
+    def _arriving(self, first: int) -> int:
+        """Of a stage behind others: what comes in, and the gradient that goes back.
+
+        Where nothing is differentiated: what its first layer is computed from.
+        """
+        return (self._entering(first) + (self._gradient(first) or self._passing(first))) * (first > 0)
 
     def _entering(self, index: int) -> int:
         return -(-self._profile.layers[index].input_bytes // self._degree)
@@ -64,15 +74,26 @@ class StageBytes:
     def _gradient(self, index: int) -> int:
         return self._entering(index) * self._profile.layers[index].input_gradient
 
+    def _passing(self, index: int) -> int:
+        """What a layer without a backward is computed from, which nobody keeps."""
+        layer = self._profile.layers[index]
+        return 0 if layer.trainable or layer.input_gradient else self._entering(index)
+
     def _handed_on(self, end: int) -> int:
         """Sent, and room for its gradient."""
+        index = self._first + end
+        return self._entering(index) + self._gradient(index) if index < len(self._profile.layers) else 0
+
+    def _returned(self, end: int) -> int:
+        """The same, where a gradient returns: else it is part of what is used while the last layer runs."""
         index = self._first + end
         return 2 * self._gradient(index) if index < len(self._profile.layers) else 0
 
     def _once(self, number: int, end: int) -> int:
         """While a layer runs: its workspace, and what is gathered for it in a stage of so many layers."""
+        passing = self._passing(self._first + number) if number > 0 else 0
         if self._groups == 1:
-            return self._of_layers[number]
+            return self._of_layers[number] + passing
         parameters, gradients = (
             [-(-sum(of(x) for x in used(self._profile, layer)) // self._degree) for layer in self._layers[:end]]
             for of in (lambda x: x.parameter_bytes, lambda x: x.gradient_bytes)
@@ -81,4 +102,4 @@ class StageBytes:
         behind = gradients[number + 1] if number + 1 < end else 0
         addends = self._groups - 1 + min(self._groups, 3) - 1
         whole = before + parameters[number] + gradients[number] + behind + -(-behind * addends // self._groups)
-        return self._of_layers[number] + whole
+        return self._of_layers[number] + passing + whole

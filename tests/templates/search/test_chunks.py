@@ -6,6 +6,7 @@ import random
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -198,16 +199,22 @@ def taken(problem: PlanningProblem, template: PipelineTemplate, num_microbatches
     """Per row, the most bytes that its device holds in simulation."""
     held: list[int] = []
     each: list[int] = []
-    for stage in template.stages:
+    turns = [*(before == after for before, after in pairwise(template.row_of)), False]
+    for stage, passes in zip(template.stages, turns, strict=True):
         of_stage = StageBytes(problem.profile, stage.first_layer, stage.end_layer)
-        each.append(of_stage.each_again if stage.checkpointing else of_stage.each)
+        kept = of_stage.each_again if stage.checkpointing else of_stage.each
+        each.append(kept - passes * of_stage.handed_on)  # what the next one keeps
     for row in template.rows:
         of_row = [
             (StageBytes(problem.profile, stage.first_layer, stage.end_layer), stage.checkpointing) for stage in row
         ]
         # a tied state counts for each stage of a row that uses it
         once = max(each.largest if again else each.workspace for each, again in of_row)
-        held.append(once + sum(each.held for each, _ in of_row))
+        within = sum(
+            later.arriving * (before.end_layer == after.first_layer)
+            for (before, after), (later, _) in zip(pairwise(row), of_row[1:], strict=True)
+        )
+        held.append(once + sum(each.held for each, _ in of_row) - within)
     schedule = schedule_alone(problem.schedule, template, num_microbatches)
     costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
     peaks = simulate(schedule, costs).peak_bytes

@@ -104,10 +104,11 @@ def test_stages_are_described_as_they_are_planned() -> None:
     assert first.send_ms == pytest.approx(2 * (1.0 + 400 * 64.0 / 1e6 * 1e3))
     assert second.send_ms == pytest.approx(2 * (10.0 + 1500 * 8.0 / 1e5 * 1e3))
     # frozen layers have parameters alone, and keep nothing but what is sent, to the step's end; the first stage holds
-    # two microbatches, with what it sends and room for its gradient, and one layer at a time that runs again
+    # two microbatches, with what it sends and room for its gradient, one layer at a time that runs again, the features
+    # that its frozen layer is computed from, and the next ones
     border, layer = 1500 * 8, 1500 * 100
     assert encoder.memory_bytes == 4 * 4000 + 4 * 400 * 64
-    assert first.memory_bytes == 4000 + 3 * 16000 + 400 * 64 + 2 * (2 * border + layer + 2 * border) + layer
+    assert first.memory_bytes == 4000 + 3 * 16000 + 2 * 400 * 64 + 2 * (2 * border + layer + 2 * border) + layer
     assert second.memory_bytes == 4 * 16000 + 2 * border + 2 * border + 2 * layer + layer
 
 
