@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +104,7 @@ def _slow_lines(templates: TemplateSet, num_fast: int, slow: Factors, *, alone: 
 
 @lru_cache(maxsize=32)
 def _arrangements(templates: TemplateSet, sizes: range, number: int) -> Arrangements:
-    return Arrangements([layout for size in sizes for layout in templates.of(size)], number)
+    return Arrangements(list(chain.from_iterable(templates.layouts)), sizes, number)
 
 
 class _Table:
