@@ -159,12 +159,12 @@ class _Table:
         return np.where(capacity > 0, np.minimum(capacity, self._num_microbatches), _IMPOSSIBLE)
 
     @cached_property
-    def _of_group(self) -> dict[Factors, list[int]]:
-        """The kinds with each group of slow nodes."""
-        found: dict[Factors, list[int]] = {}
-        for index, (group, _) in enumerate(self._kinds):
-            found.setdefault(group, []).append(index)
-        return found
+    def _of_group(self) -> dict[Factors, tuple[Ints, Ints]]:
+        """The kinds with each group of slow nodes, and how many other nodes each has."""
+        found: dict[Factors, list[tuple[int, int]]] = {}
+        for kind, (group, size) in enumerate(self._kinds):
+            found.setdefault(group, []).append((kind, size - len(group)))
+        return {group: tuple(np.array(kinds).T) for group, kinds in found.items()}
 
     def _fast(self, by_kind: Ints) -> Ints:
         """Return what pipelines without slow nodes get through, of exactly so many nodes. [pipelines, nodes]"""
@@ -180,14 +180,9 @@ class _Table:
         for decided in _groups(self._slow):
             table = tables[decided[1:]].copy()
             for group, rest in _with_first(decided):
-                before = tables[rest]
-                for kind in self._of_group.get(group, ()):
-                    value, others = by_kind[kind], self._kinds[kind][1] - len(group)
-                    if value > 0 and others < self._width:
-                        grown, so_far = table[:, others:], before[:, : self._width - others] + value
-                        np.maximum(grown[1:], so_far[:-1], out=grown[1:])
-                        if not self._counts_all:
-                            np.maximum(grown[-1], so_far[-1], out=grown[-1])
+                if group in self._of_group:
+                    kinds, others = self._of_group[group]
+                    compiled(_fill_beside)(table, tables[rest], by_kind[kinds], others, not self._counts_all)
             tables[decided] = table
         return tables
 
@@ -225,8 +220,8 @@ class _Table:
     ) -> tuple[int, Factors, int] | None:
         """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
         for group, rest in _with_first(decided):
-            for kind in reversed(self._of_group.get(group, ())):
-                before = column - (self._kinds[kind][1] - len(group))
+            for kind, others in zip(*(each[::-1].tolist() for each in self._of_group.get(group, ())), strict=True):
+                before = column - others
                 for earlier in self._rows_before(row):
                     if before >= 0 and tables[rest][earlier, before] + by_kind[kind] == tables[decided][row, column]:
                         return kind, rest, earlier
@@ -243,19 +238,16 @@ class _Table:
         """Walk the table from the most nodes that get through as much to none."""
         most = fast[row, : nodes + 1].max()
         nodes = int(np.flatnonzero(fast[row, : nodes + 1] == most)[-1])
-        sizes: list[int] = []
+        values, sizes = by_kind[: len(self._fast_sizes)], np.array(self._fast_sizes)
+        chosen: list[int] = []
         while nodes:
-            size, row = next(
-                (size, earlier)
-                for size, value in zip(
-                    reversed(self._fast_sizes), by_kind[: len(self._fast_sizes)][::-1].tolist(), strict=True
-                )
-                for earlier in self._rows_before(row)
-                if size <= nodes and value > 0 and fast[earlier, nodes - size] + value == fast[row, nodes]
-            )
-            sizes.append(size)
-            nodes -= size
-        return tuple(sorted(sizes, reverse=True))
+            fitting = np.flatnonzero((values > 0) & (sizes <= nodes))[::-1]
+            rows = np.array(self._rows_before(row))
+            leads = fast[rows, nodes - sizes[fitting, None]] + values[fitting, None] == fast[row, nodes]
+            index, before = np.argwhere(leads)[0].tolist()
+            chosen.append(int(sizes[fitting[index]]))
+            row, nodes = int(rows[before]), nodes - chosen[-1]
+        return tuple(sorted(chosen, reverse=True))
 
 
 def _with_first(decided: Factors) -> Iterator[tuple[Factors, Factors]]:
@@ -282,3 +274,22 @@ def _fill_counted(best: Ints, values: Ints, smallest: int, saturates: bool) -> N
             for i in range(num_sizes):
                 if values[i] > 0:
                     grown[i] = max(grown[i], so_far + values[i])
+
+
+def _fill_beside(table: Ints, before: Ints, values: Ints, others: Ints, saturates: bool) -> None:
+    """Fill in what a pipeline more gets through, beside those before it; the last row as of :func:`_fill_counted`.
+
+    Args:
+        table: What is filled in. [pipelines, nodes]
+        before: What the others get through. [pipelines, nodes]
+        values: What one of each kind does.
+        others: The nodes that one of each kind takes.
+        saturates: Whether the last row counts what has more pipelines.
+    """
+    num_rows, num_columns = table.shape
+    for kind in range(len(values)):
+        if values[kind] > 0:
+            for row in range(num_rows if saturates else num_rows - 1):
+                grown, so_far = table[min(row + 1, num_rows - 1), others[kind] :], before[row]
+                for i in range(num_columns - others[kind]):
+                    grown[i] = max(grown[i], so_far[i] + values[kind])
