@@ -159,12 +159,17 @@ class _Table:
         return np.where(capacity > 0, np.minimum(capacity, self._num_microbatches), _IMPOSSIBLE)
 
     @cached_property
-    def _of_group(self) -> dict[Factors, tuple[Ints, Ints]]:
-        """The kinds with each group of slow nodes, and how many other nodes each has."""
-        found: dict[Factors, list[tuple[int, int]]] = {}
-        for kind, (group, size) in enumerate(self._kinds):
-            found.setdefault(group, []).append((kind, size - len(group)))
-        return {group: tuple(np.array(kinds).T) for group, kinds in found.items()}
+    def _of_group(self) -> dict[Factors, list[int]]:
+        """The kinds with each group of slow nodes."""
+        found: dict[Factors, list[int]] = {}
+        for index, (group, _) in enumerate(self._kinds):
+            found.setdefault(group, []).append(index)
+        return found
+
+    @cached_property
+    def _others(self) -> Ints:
+        """How many nodes that are not slow pipelines of each kind have."""
+        return np.array([size - len(group) for group, size in self._kinds], dtype=np.int64)
 
     def _fast(self, by_kind: Ints) -> Ints:
         """Return what pipelines without slow nodes get through, of exactly so many nodes. [pipelines, nodes]"""
@@ -176,13 +181,13 @@ class _Table:
 
     def _filled(self, by_kind: Ints) -> dict[Factors, Ints]:
         """Return, by the slow nodes that are decided on, what gets through most with up to so many others."""
-        tables: dict[Factors, Ints] = {(): np.maximum.accumulate(self._fast(by_kind), axis=1)[:, -self._width :]}
+        fast = np.maximum.accumulate(self._fast(by_kind), axis=1)[:, -self._width :]
+        tables: dict[Factors, Ints] = {(): np.ascontiguousarray(fast)}  # loops are compiled for one kind of array
         for decided in _groups(self._slow):
             table = tables[decided[1:]].copy()
             for group, rest in _with_first(decided):
-                if group in self._of_group:
-                    kinds, others = self._of_group[group]
-                    compiled(_fill_beside)(table, tables[rest], by_kind[kinds], others, not self._counts_all)
+                kinds = self._of_group.get(group, [])
+                compiled(_fill_beside)(table, tables[rest], by_kind[kinds], self._others[kinds], not self._counts_all)
             tables[decided] = table
         return tables
 
@@ -198,8 +203,7 @@ class _Table:
                 decided = decided[1:]
                 continue
             kind, decided, row = step
-            group, size = self._kinds[kind]
-            column -= size - len(group)
+            column -= int(self._others[kind])
             chosen.append(self._pipeline(kind, tau_ns))
         nodes = self._num_fast - (self._width - 1 - column)
         return MixedComposition(tuple(chosen), self._fast_read_back(fast, by_kind, row, nodes))
@@ -220,8 +224,8 @@ class _Table:
     ) -> tuple[int, Factors, int] | None:
         """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
         for group, rest in _with_first(decided):
-            for kind, others in zip(*(each[::-1].tolist() for each in self._of_group.get(group, ())), strict=True):
-                before = column - others
+            for kind in reversed(self._of_group.get(group, ())):
+                before = column - self._others[kind]
                 for earlier in self._rows_before(row):
                     if before >= 0 and tables[rest][earlier, before] + by_kind[kind] == tables[decided][row, column]:
                         return kind, rest, earlier
