@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from resilient.cli.app import app
 from resilient.models.multimodal.encoder import EncoderModule
@@ -191,6 +192,16 @@ def test_the_map_shows_every_room_and_what_it_may_import() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .+ \| ([\w, ]*)\|$", text, flags=re.MULTILINE)
     shown = {room: sorted(names.replace(",", " ").split()) for room, names in rows}
     assert shown == {room: sorted(names.split()) for room, names in ROOMS.items()}
+
+
+def test_plans_and_replays_shown_are_those_that_the_commands_make() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    shown = re.findall(r"^```bash\nresilient ([^\n]*)\n```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert [command.split()[0] for command, _ in shown] == ["plan", "simulate", "simulate"]
+    for command, text in shown:
+        options = re.sub(r"--png \S+", "", command).split()
+        said = {line.rstrip() for line in CliRunner().invoke(app, options).output.splitlines()}
+        assert [line for line in text.splitlines() if line not in said and line.strip() != "..."] == [], command
 
 
 def test_extras_named_exist() -> None:

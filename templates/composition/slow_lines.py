@@ -25,11 +25,11 @@ class SlowPipeline(NamedTuple):
     """A pipeline with slow nodes.
 
     Args:
-        template: Its layout.
+        layout: Number of its layout among all of a set, size by size. Equal sets may be different objects.
         factors: For each of its nodes, by how much the stages on it take longer; 1 for any that is not slow.
     """
 
-    template: PipelineTemplate
+    layout: int
     factors: Factors
 
 
@@ -51,7 +51,7 @@ class _Pipelines(NamedTuple):
     """Pipelines of layouts with the same slow nodes. They are made when they are asked for: few are.
 
     Args:
-        layouts: Some layouts.
+        layouts: All layouts of a set, size by size.
         group: The factors of the slow nodes.
         layout: Which of the layouts each pipeline has. [pipelines]
         places: Where its slow nodes are. [pipelines, slow nodes]
@@ -64,8 +64,8 @@ class _Pipelines(NamedTuple):
 
     def pipeline(self, index: int) -> SlowPipeline:
         """Return one of them."""
-        layout = self.layouts[self.layout[index]]
-        factors = np.ones(layout.num_nodes)
+        layout = int(self.layout[index])
+        factors = np.ones(self.layouts[layout].num_nodes)
         factors[self.places[index]] = self.group
         return SlowPipeline(layout, tuple(factors.tolist()))
 
@@ -74,12 +74,14 @@ class Arrangements:
     """Layouts with a number of slow nodes at any of their places; where that is too much, where least is done.
 
     Args:
-        layouts: At least one; those of a size stand together, of these those with equal rounds.
+        layouts: All of a set, size by size; of a size those with equal rounds stand together.
+        sizes: How many nodes layouts have that are looked at, one at least.
         number: How many nodes of each are slow, at most all.
     """
 
-    def __init__(self, layouts: Sequence[PipelineTemplate], number: int) -> None:
-        places = [_places(layout, number) for layout in layouts]
+    def __init__(self, layouts: Sequence[PipelineTemplate], sizes: range, number: int) -> None:
+        nowhere = np.empty((0, number), dtype=np.int64)
+        places = [_places(layout, number) if layout.num_nodes in sizes else nowhere for layout in layouts]
         self._layouts = layouts
         self._layout = np.repeat(np.arange(len(layouts)), [len(each) for each in places])
         self._places = np.concatenate(places)
@@ -115,7 +117,7 @@ class Arrangements:
         if not self._are_chains:
             pipelines = _Pipelines(self._layouts, group, self._layout, self._places)
             every = map(pipelines.pipeline, range(len(self._layout)))
-            return np.array([layout.line_ms(factors, alone=alone) for layout, factors in every])
+            return np.array([self._layouts[layout].line_ms(factors, alone=alone) for layout, factors in every])
         ones = np.ones(int(self._sizes.max()))
         times: Floats = compiled(_chain_times)(
             self._layout, self._places, np.array(group), self._first_rows, *self._row_times, ones

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +104,7 @@ def _slow_lines(templates: TemplateSet, num_fast: int, slow: Factors, *, alone: 
 
 @lru_cache(maxsize=32)
 def _arrangements(templates: TemplateSet, sizes: range, number: int) -> Arrangements:
-    return Arrangements([layout for size in sizes for layout in templates.of(size)], number)
+    return Arrangements(list(chain.from_iterable(templates.layouts)), sizes, number)
 
 
 class _Table:
@@ -166,6 +166,11 @@ class _Table:
             found.setdefault(group, []).append(index)
         return found
 
+    @cached_property
+    def _others(self) -> Ints:
+        """How many nodes that are not slow pipelines of each kind have."""
+        return np.array([size - len(group) for group, size in self._kinds], dtype=np.int64)
+
     def _fast(self, by_kind: Ints) -> Ints:
         """Return what pipelines without slow nodes get through, of exactly so many nodes. [pipelines, nodes]"""
         table = np.full((self._last_row + 1, self._num_fast + 1), _IMPOSSIBLE)
@@ -176,18 +181,13 @@ class _Table:
 
     def _filled(self, by_kind: Ints) -> dict[Factors, Ints]:
         """Return, by the slow nodes that are decided on, what gets through most with up to so many others."""
-        tables: dict[Factors, Ints] = {(): np.maximum.accumulate(self._fast(by_kind), axis=1)[:, -self._width :]}
+        fast = np.maximum.accumulate(self._fast(by_kind), axis=1)[:, -self._width :]
+        tables: dict[Factors, Ints] = {(): np.ascontiguousarray(fast)}  # loops are compiled for one kind of array
         for decided in _groups(self._slow):
             table = tables[decided[1:]].copy()
             for group, rest in _with_first(decided):
-                before = tables[rest]
-                for kind in self._of_group.get(group, ()):
-                    value, others = by_kind[kind], self._kinds[kind][1] - len(group)
-                    if value > 0 and others < self._width:
-                        grown, so_far = table[:, others:], before[:, : self._width - others] + value
-                        np.maximum(grown[1:], so_far[:-1], out=grown[1:])
-                        if not self._counts_all:
-                            np.maximum(grown[-1], so_far[-1], out=grown[-1])
+                kinds = self._of_group.get(group, [])
+                compiled(_fill_beside)(table, tables[rest], by_kind[kinds], self._others[kinds], not self._counts_all)
             tables[decided] = table
         return tables
 
@@ -203,8 +203,7 @@ class _Table:
                 decided = decided[1:]
                 continue
             kind, decided, row = step
-            group, size = self._kinds[kind]
-            column -= size - len(group)
+            column -= int(self._others[kind])
             chosen.append(self._pipeline(kind, tau_ns))
         nodes = self._num_fast - (self._width - 1 - column)
         return MixedComposition(tuple(chosen), self._fast_read_back(fast, by_kind, row, nodes))
@@ -226,7 +225,7 @@ class _Table:
         """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
         for group, rest in _with_first(decided):
             for kind in reversed(self._of_group.get(group, ())):
-                before = column - (self._kinds[kind][1] - len(group))
+                before = column - self._others[kind]
                 for earlier in self._rows_before(row):
                     if before >= 0 and tables[rest][earlier, before] + by_kind[kind] == tables[decided][row, column]:
                         return kind, rest, earlier
@@ -243,19 +242,16 @@ class _Table:
         """Walk the table from the most nodes that get through as much to none."""
         most = fast[row, : nodes + 1].max()
         nodes = int(np.flatnonzero(fast[row, : nodes + 1] == most)[-1])
-        sizes: list[int] = []
+        values, sizes = by_kind[: len(self._fast_sizes)], np.array(self._fast_sizes)
+        chosen: list[int] = []
         while nodes:
-            size, row = next(
-                (size, earlier)
-                for size, value in zip(
-                    reversed(self._fast_sizes), by_kind[: len(self._fast_sizes)][::-1].tolist(), strict=True
-                )
-                for earlier in self._rows_before(row)
-                if size <= nodes and value > 0 and fast[earlier, nodes - size] + value == fast[row, nodes]
-            )
-            sizes.append(size)
-            nodes -= size
-        return tuple(sorted(sizes, reverse=True))
+            fitting = np.flatnonzero((values > 0) & (sizes <= nodes))[::-1]
+            rows = np.array(self._rows_before(row))
+            leads = fast[rows, nodes - sizes[fitting, None]] + values[fitting, None] == fast[row, nodes]
+            index, before = np.argwhere(leads)[0].tolist()
+            chosen.append(int(sizes[fitting[index]]))
+            row, nodes = int(rows[before]), nodes - chosen[-1]
+        return tuple(sorted(chosen, reverse=True))
 
 
 def _with_first(decided: Factors) -> Iterator[tuple[Factors, Factors]]:
@@ -282,3 +278,22 @@ def _fill_counted(best: Ints, values: Ints, smallest: int, saturates: bool) -> N
             for i in range(num_sizes):
                 if values[i] > 0:
                     grown[i] = max(grown[i], so_far + values[i])
+
+
+def _fill_beside(table: Ints, before: Ints, values: Ints, others: Ints, saturates: bool) -> None:
+    """Fill in what a pipeline more gets through, beside those before it; the last row as of :func:`_fill_counted`.
+
+    Args:
+        table: What is filled in. [pipelines, nodes]
+        before: What the others get through. [pipelines, nodes]
+        values: What one of each kind does.
+        others: The nodes that one of each kind takes.
+        saturates: Whether the last row counts what has more pipelines.
+    """
+    num_rows, num_columns = table.shape
+    for kind in range(len(values)):
+        if values[kind] > 0:
+            for row in range(num_rows if saturates else num_rows - 1):
+                grown, so_far = table[min(row + 1, num_rows - 1), others[kind] :], before[row]
+                for i in range(num_columns - others[kind]):
+                    grown[i] = max(grown[i], so_far[i] + values[kind])

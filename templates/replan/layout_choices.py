@@ -6,7 +6,6 @@ numbers and their lines are tables, so that what is asked of hundreds of pipelin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -22,7 +21,7 @@ from resilient.templates.composition.batch_split import (
     lone_lines_of_sizes,
 )
 from resilient.templates.plan import Plan
-from resilient.templates.template import PipelineTemplate, TemplateSet
+from resilient.templates.template import TemplateSet
 
 
 class LayoutChoices:
@@ -51,14 +50,9 @@ class LayoutChoices:
         self.are_of_set = len(self.layouts) == self._num_of_set
         self.num_nodes = np.array([layout.num_nodes for layout in self.layouts])
         of_sizes = np.cumsum([0, *map(len, templates.layouts)])[:-1]
-        self._numbers = numbers
-        self.of_plan = self.numbers([pipeline.template for pipeline in plan.pipelines])
+        self.of_plan = np.array([numbers[id(each.template)] for each in plan.pipelines], dtype=np.int64)
         self._firsts = np.concatenate((of_sizes, np.arange(len(self.layouts))))
         self._tables: dict[tuple[bool, bool], LineTable] = {}
-
-    def numbers(self, layouts: Sequence[PipelineTemplate]) -> Ints:
-        """Return the numbers of layouts."""
-        return np.array([self._numbers[id(layout)] for layout in layouts], dtype=np.int64)
 
     def of_sizes(self, sizes: Ints) -> Ints:
         """Return the choices among all layouts of template sizes."""
@@ -67,10 +61,6 @@ class LayoutChoices:
     def single(self, layouts: Ints) -> Ints:
         """Return the choices that are one layout each."""
         return layouts + len(self._templates.sizes)
-
-    def layout_of(self, singles: Ints) -> Ints:
-        """Return the layouts of choices that are one layout each."""
-        return singles - len(self._templates.sizes)
 
     def lines(self, *, alone: bool) -> LineTable:
         """Return the lines of all choices, of a plan's only pipeline or not. [choices, most lines]"""

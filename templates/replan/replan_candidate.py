@@ -28,6 +28,7 @@ from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Line, LineTable, slowed_line, split_rows
 from resilient.templates.composition.compose import Compositions, may_take
+from resilient.templates.composition.slow_lines import SlowPipeline
 from resilient.templates.composition.slow_nodes import compose_with_slow, searched
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
@@ -51,12 +52,12 @@ class _Wanted(NamedTuple):
     Args:
         choices: The layouts that each may take (:class:`LayoutChoices`).
         continues: Index of the pipeline that each continues.
-        factors: Of the first ones, by how much each of their nodes is to be slower: their layouts were chosen for that.
+        slow: The first ones, where their layouts were chosen for slow nodes at some of their places.
     """
 
     choices: Ints
     continues: Ints
-    factors: Sequence[tuple[float, ...]] = ()
+    slow: Sequence[SlowPipeline] = ()
 
 
 class _Change(NamedTuple):
@@ -207,9 +208,9 @@ class Situation:
             if left[self._slowdowns[node]]:
                 left[self._slowdowns[node]] -= 1
                 without.add(node)
-        slow = self._layouts.single(self._layouts.numbers([pipeline.template for pipeline in found.slow]))
+        slow = self._layouts.single(np.array([pipeline.layout for pipeline in found.slow], dtype=np.int64))
         choices = np.concatenate((slow, self._layouts.of_sizes(np.array(found.fast, dtype=np.int64))))
-        wanted = _Wanted(choices, np.full(len(choices), NEW), [pipeline.factors for pipeline in found.slow])
+        wanted = _Wanted(choices, np.full(len(choices), NEW), found.slow)
         return _Change("composed", wanted, frozenset(without))
 
     def _with_intact(self, sizes: Ints, left: Ints) -> Ints:
@@ -244,23 +245,19 @@ class Situation:
         """
         alone = len(wanted.choices) == 1
         table, rows = self._layouts.lines(alone=alone), wanted.choices
-        if wanted.factors:
-            of_set = self._layouts.layout_of(rows[: len(wanted.factors)])
-            lines = [
-                self._slowed(number, factors, alone)
-                for number, factors in zip(of_set.tolist(), wanted.factors, strict=True)
-            ]
+        if wanted.slow:
+            lines = [self._slowed(*pipeline, alone) for pipeline in wanted.slow]
             rows = np.concatenate((len(table.fill) + np.arange(len(lines)), rows[len(lines) :]))
             table = table.with_lines(lines)
         counts = split_rows(table, rows, self._problem.num_microbatches)
         numbers = self._layouts.fastest(wanted.choices, counts, alone=alone)
         return self._placer.continuing(Targets(self._layouts.layouts, numbers, wanted.continues))
 
-    def _pinned(self, factors: Sequence[tuple[float, ...]], without: Collection[int]) -> dict[int, int]:
+    def _pinned(self, slow: Sequence[SlowPipeline], without: Collection[int]) -> dict[int, int]:
         """Return the slow nodes by the places, among those of all pipelines, that are meant for them."""
         left = [node for node in self._slowest_first if node not in without]
         pinned: dict[int, int] = {}
-        for place, factor in enumerate(chain.from_iterable(factors)):
+        for place, factor in enumerate(chain.from_iterable(pipeline.factors for pipeline in slow)):
             if factor > 1:
                 pinned[place] = next(node for node in left if self._slowdowns[node] == factor)
                 left.remove(pinned[place])
@@ -268,7 +265,7 @@ class Situation:
 
     def _way(self, change: _Change, targets: Targets) -> Way:
         """Split the batch over the pipelines, as fast as their nodes are."""
-        pinned, alone = self._pinned(change.wanted.factors, change.without), len(targets.numbers) == 1
+        pinned, alone = self._pinned(change.wanted.slow, change.without), len(targets.numbers) == 1
         keeps_whole = change.kind != "composed"
         # Who stands by may be placed after all where domains need it.
         is_known = not self._slowest_first or (not self._has_domains and change.without.issuperset(self._slowest_first))

@@ -1,8 +1,9 @@
 """How many microbatches of each of its stages a row holds at a time, where it has several.
 
 Stages of a row do not hold their most at the same time. So what a row holds is known by *counts*: of each chunk how
-many microbatches are in flight, and of how many of these gradients wait between the parts of their backward, at the
-moments at which no other moment has more of everything. What a row holds at most is what it does at one of these.
+many microbatches are in flight, and of how many of these gradients wait between the parts of their backward. What a row
+holds at most is what it does at one of the moments at which it has more of something than any other, and than any two
+others on average, however these are weighted.
 
 Interleaved, a row goes through its chunks group after group of microbatches. While its forwards and its backwards are
 of the same chunks counts change evenly, so that the moments at which a chunk's turn begins or ends are enough. Numbers
@@ -18,6 +19,7 @@ from functools import cache
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
+from resilient.templates.common.compiled import compiled
 from resilient.templates.schedules.generators import there_and_back
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Op
@@ -112,12 +114,38 @@ def _interleaved(kind: ScheduleKind, num_rows: int, num_chunks: int, groups: tup
 
 
 def _most(counts: Ints) -> Ints:
-    """Return the counts without moments of which others have as much of everything."""
+    """Return the counts without moments at which nothing is held that is not at others, whatever the stages' sizes."""
     num_rows, _, num_chunks, _ = counts.shape
-    of_rows = [np.unique(each[_maximal(each)], axis=0) for each in counts.reshape(num_rows, -1, 2 * num_chunks)]
+    of_rows: list[Ints] = []
+    for each in counts.reshape(num_rows, -1, 2 * num_chunks):
+        moments = np.unique(each[_maximal(each)], axis=0)
+        of_rows.append(moments[compiled(_corners)(moments)])
     longest = max(map(len, of_rows))
     padded = [np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in of_rows]
     return np.stack(padded).reshape(num_rows, longest, num_chunks, 2)
+
+
+def _corners(vectors: Ints) -> Ints:
+    """Return which of different vectors are not covered by any mean of two others, however these are weighted."""
+    num_vectors, size = vectors.shape
+    left = np.ones(num_vectors, dtype=np.bool_)
+    for index in range(num_vectors):
+        for one in range(num_vectors):
+            for other in range(one):
+                if not (left[one] and left[other] and left[index]) or index in (one, other):
+                    continue
+                least, most = 0.0, 1.0  # of the first one's weight
+                for each in range(size):
+                    more = vectors[one, each] - vectors[other, each]
+                    lacks = vectors[index, each] - vectors[other, each]
+                    if more > 0:
+                        least = max(least, lacks / more)
+                    elif more < 0:
+                        most = min(most, lacks / more)
+                    elif lacks > 0:
+                        least = 2.0
+                left[index] = least > most
+    return np.flatnonzero(left)
 
 
 def _maximal(vectors: Ints) -> list[int]:

@@ -81,19 +81,43 @@ def _needed(
     plain += begun[2]
     if plain > room.time or room.memory >= UNLIMITED:
         return plain
-    fits = _fits(room.stages, costs.within, room.moments, room.others, row, begun[0], begun[1], i, j, room.memory)
+    fits = _fits(room.stages, room.moments, room.others, row, begun[0], begun[1], i, j, room.memory)
     return plain if fits == 0 else again + begun[3] if fits > 0 else NO_TIME
 
 
 @compiled
+def _needed_where_turning(
+    costs: SingleDeviceCosts, room: Room, row: int, begun: tuple[int, int, int, int], j: int
+) -> int:
+    """Return the same of a row whose stage of the first chunk hands on to that of the second."""
+    i = begun[1]
+    if room.memory >= UNLIMITED:
+        return _needed(costs, room, row, 1, begun, i, j)
+    moments = room.moments[row : row + 1].copy()  # what is handed on is held once
+    for at in range(moments.shape[1]):
+        passed = moments[0, at, 2] * costs.within[i, 1]
+        moments[0, at, 4], moments[0, at, 5] = moments[0, at, 4] - passed, moments[0, at, 5] - passed
+    rest = room.source[:, row : row + 1], moments, room.others[row : row + 1]
+    alone = Room(room.stages, *rest, room.time, room.memory + costs.within[i, 0], room.first_end)
+    return _needed(costs, alone, 0, 1, begun, i, j)
+
+
+@compiled
 def _fits(
-    stages: Ints, within: Ints, moments: Ints, others: Ints, row: int, first: int, end: int, i: int, j: int, memory: int
+    stages: Ints,
+    moments: Ints,
+    others: Ints,
+    row: int,
+    first: int,
+    end: int,
+    i: int,
+    j: int,
+    memory: int,
 ) -> int:
     """Return 0 if a row's memory holds two stages beside others with activations kept, 1 with checkpoints, else -1.
 
     Args:
         stages: As of :class:`Room`, as are ``moments``, ``others`` and ``memory``.
-        within: As the costs have it: of two stages one after the other the first hands on to the second.
         row: It.
         first: First layer of the stage that is begun with.
         end: One past its last one; ``first`` where there is none.
@@ -108,9 +132,6 @@ def _fits(
         held += stages[first, end, 0]
         used, largest = max(used, stages[first, end, 3]), max(largest, stages[first, end, 5])
         kept_begun, waiting_begun, inputs_begun = stages[first, end, 1], stages[first, end, 2], stages[first, end, 4]
-        if end == i:
-            held -= within[i, 0]
-            kept_begun, inputs_begun = kept_begun - within[i, 1], inputs_begun - within[i, 1]
     for at in range(moments.shape[1]):
         moving = moments[row, at, 0] * kept + moments[row, at, 1] * waiting
         moving += moments[row, at, 2] * kept_begun + moments[row, at, 3] * waiting_begun
@@ -191,7 +212,10 @@ def _next_row(
         send = costs.send[room.source[1, row], begin]
         if following == 0:
             own = _begun(costs, room, row, i, middle)
-            needed = _needed(costs, room, row, 1, own, begin, end)
+            if begin == middle:
+                needed = _needed_where_turning(costs, room, row, own, end)
+            else:
+                needed = _needed(costs, room, row, 1, own, begin, end)
             if needed > room.time:
                 next_time = min(next_time, needed)
             elif end > farthest[row + 1, middle - first]:
@@ -210,7 +234,7 @@ def _next_row(
             while j > begin:
                 needed = own[2] + costs.work[j] - costs.work[begin] + send
                 if limited and needed <= room.time:  # what a call takes counts here
-                    fits = _fits(stages, costs.within, moments, others, row, i, i_end, begin, j, memory)
+                    fits = _fits(stages, moments, others, row, i, i_end, begin, j, memory)
                     if fits > 0:
                         needed += own[3] - own[2]
                         needed += costs.forward[j] - costs.forward[begin] if costs.next_backward[begin] < j else 0
@@ -260,7 +284,7 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
             for i_end in range(i + 1, min(end - 2 * following, room.first_end + 1 if row == 0 else end)):
                 own = _begun(costs, room, row, i, i_end)
                 if following == 0:  # the second stage begins where the first one ends
-                    needed = _needed(costs, room, row, 1, own, i_end, end)
+                    needed = _needed_where_turning(costs, room, row, own, end)
                     if needed > room.time:
                         next_time = min(next_time, needed)
                     elif i_end < begins[row + 1, i_end]:

@@ -200,6 +200,13 @@ def test_a_layout_for_few_microbatches_decides() -> None:
     assert compose(template_set(single, pair[0]), 4, 4, 2) == (1, 1, 1, 1)
 
 
+def test_a_pipeline_of_all_nodes_has_no_gradients_to_sum_with_others() -> None:
+    """With the sum two pipelines of one node would be done first, after 28 ms."""
+    templates = template_set(template(4, sync_ms=20), template(3, num_nodes=2, sync_ms=20))
+    assert compose(templates, 2, 4, 1) == (2,)
+    assert compose(templates, 4, 8, 2) == (1, 1, 1, 1)
+
+
 def test_of_equal_steps_the_one_with_room_for_more_then_the_one_with_the_largest_template() -> None:
     assert compose(template_set(template(2), template(1, num_nodes=2)), 4, 4, 1) == (2, 2)
     faster_pair = template_set(template(2), template(0.9, num_nodes=2))

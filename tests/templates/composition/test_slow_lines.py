@@ -17,14 +17,14 @@ def test_no_arrangement_is_faster_than_the_lines_whatever_the_microbatches(
     draw = random.Random(len(group))
     sizes = [2, 2, 3, 3, 3, 4]
     layouts = [template(*(draw.uniform(1, 9) for _ in range(size)), sync_ms=2) for size in sizes]
-    arrangements = Arrangements(layouts, len(group))
+    arrangements = Arrangements(layouts, range(2, 5), len(group))
     found = arrangements.lines(group, alone=alone)
     fill, slowest, round_size = (column[:, 0].tolist() for column in found.table)
     lines = [Line(*line) for line in zip(fill, slowest, round_size, strict=True)]
     for index, line in enumerate(lines):
         pipeline = found.pipelines.pipeline(index)
         assert sorted(factor for factor in pipeline.factors if factor > 1) == sorted(group)
-        assert slowed_line(pipeline.template, pipeline.factors, alone=alone) == line
+        assert slowed_line(layouts[pipeline.layout], pipeline.factors, alone=alone) == line
     for size in set(sizes):
         kept = [line for line, of in zip(lines, found.sizes.tolist(), strict=True) if of == size]
         for layout in layouts:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 
 import pytest
 
@@ -15,7 +16,8 @@ LONG_NS = 10**12
 
 def step_of(templates: TemplateSet, found: MixedComposition, num_microbatches: int) -> int:
     alone = len(found.slow) + len(found.fast) == 1
-    slow: list[Lines] = [(slowed_line(each.template, each.factors, alone=alone),) for each in found.slow]
+    layouts = list(chain.from_iterable(templates.layouts))
+    slow: list[Lines] = [(slowed_line(layouts[each.layout], each.factors, alone=alone),) for each in found.slow]
     return step_ns([*slow, *(lines(templates.of(size)) for size in found.fast)], num_microbatches)
 
 

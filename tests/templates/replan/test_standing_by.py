@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Lines, finish_ns, slowed_line
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.derive import derive_profile
@@ -216,3 +217,14 @@ def test_slow_nodes_share_what_they_can_where_none_may_stand_by() -> None:
     plan = first_plan(problem, range(4))
     together = next(replan_candidates(problem, plan, range(4), slowdowns={0: 3.0, 2: 3.0}))
     assert {0, 2} in [set(pipeline.nodes) for pipeline in together.plan.pipelines]
+
+
+def test_slow_nodes_have_layouts_of_the_templates_at_hand_where_others_are_equal() -> None:
+    """Templates for up to eight nodes and for up to sixteen are equal here, and not the same objects."""
+    layers = profile([4.0, 4.0, 2.0])
+    problem = PlanningProblem(profile=layers, num_microbatches=26, max_failures=2, min_pipeline_nodes=2)
+    assert templates_for(problem, 8) == templates_for(problem, 9)
+    slow = {0: 1.5}
+    before = first_plan(problem, range(8), slowdowns=slow)
+    following = next(replan_candidates(problem, before, range(9), slowdowns=slow))
+    assert nanoseconds(following.step_ms) == fastest_step_ns(problem, range(9), slow)
