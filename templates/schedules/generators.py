@@ -18,6 +18,7 @@ from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.graph import Backward, chain_graph
 from resilient.templates.schedules.kind import SPLIT_KINDS, ScheduleKind, check_chunks, rows_of_stages
 from resilient.templates.schedules.schedule import Op, Schedule
+from resilient.templates.schedules.unit_delays import less_and_less
 
 
 def generate(
@@ -35,7 +36,7 @@ def generate(
     - 1f1b: as many forwards as rows follow, then one forward and one backward in turn; at most ``num_rows - row``
       microbatches are in flight.
     - eager-1f1b: 1F1B with up to twice the forwards first: it hides messages, and evens out microbatches of unequal
-      length, for up to ``2 (num_rows - row) - 1`` microbatches in flight.
+      length, for up to ``2 (num_rows - row) - 1`` microbatches in flight, no more beyond 1F1B's than in the row before.
     - interleaved-1f1b: ``num_chunks`` stages in each row, stage ``s`` in row ``s % num_rows``, in turn by groups of
       ``num_rows`` microbatches (the left-over ones join the first groups): the pipeline fills ``num_chunks`` times
       faster, for more messages and activations.
@@ -76,8 +77,7 @@ def generate(
     groups = np.array_split(np.arange(num_microbatches), rounds)
     chunk_order = np.concatenate([np.repeat(np.arange(num_chunks), len(group)) for group in groups])
     microbatch_order = np.concatenate([np.tile(group, num_chunks) for group in groups])
-    # a row that runs ahead of the one before it would wait for forwards that wait for its own backwards
-    allowed = np.minimum.accumulate(max_in_flight or [num_microbatches] * num_rows)
+    allowed = _allowed(max_in_flight or [num_microbatches] * num_rows, num_microbatches)
     tables: list[NDArray[np.int32]] = []
     for row in range(num_rows):
         following = num_rows - 1 - row
@@ -112,6 +112,13 @@ def generate(
     backward = Backward.NONE if kind is ScheduleKind.FORWARD_ONLY else Backward.ALL
     graph = chain_graph(row_of.tolist(), num_rows, num_microbatches, backward)
     return Schedule(graph, np.concatenate(tables), tuple(np.cumsum([len(table) for table in tables]).tolist()))
+
+
+def _allowed(max_in_flight: Sequence[int], num_microbatches: int) -> Ints:
+    """Return what rows may keep in flight."""
+    most = np.array(max_in_flight)
+    most[most >= num_microbatches] = num_microbatches + len(most)  # memory for all is no limit
+    return less_and_less(most, np.arange(len(most), 0, -1))
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""Has stages keep their cells for a shorter time, where memory does not hold as many as hide most."""
+"""How long stages keep their cells, where memory does not hold as many as hide most."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.graph import Backward
 from resilient.templates.schedules.schedule import Op, Schedule
+
+
+def less_and_less(kept: Ints, least: Ints) -> Ints:
+    """Return what stages of a lane keep at a time, if each keeps no more beyond the least than the one before it.
+
+    One that did would wait for forwards that wait for its own backwards. Nor does any keep more than one before it.
+
+    Args:
+        kept: What they could keep.
+        least: What each needs to keep so that it never waits for the next ones, as under 1F1B.
+    """
+    beyond = np.minimum.accumulate(np.maximum(kept - least, 0))
+    return np.minimum(np.minimum.accumulate(kept), least + beyond)
 
 
 def shorten(schedule: Schedule, kept: Ints, max_in_flight: Sequence[int], parts: int) -> bool:

@@ -25,7 +25,7 @@ from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.schedules.graph import Backward, GraphTables, StepGraph
 from resilient.templates.schedules.rounds import Rounds
 from resilient.templates.schedules.schedule import Op, Schedule
-from resilient.templates.schedules.unit_delays import shorten
+from resilient.templates.schedules.unit_delays import less_and_less, shorten
 
 _RECEIVE, _COMPUTE, _SEND = range(3)
 
@@ -78,9 +78,10 @@ def generate_units(
     num_last = units.index(pace) if apart else 0
     kept = longest[graph.tables.ends_of[graph.tables.lane_of, 0]] if split else longest.copy()
     while True:
-        delays = np.minimum(kept, longest)
+        wanted = np.where(kept < rounds.parts * graph.num_cells, np.minimum(kept, longest), longest)
+        delays = np.empty_like(wanted)
         for start, end in graph.tables.ends_of:
-            delays[start:end] = np.minimum.accumulate(delays[start:end])
+            delays[start:end] = less_and_less(wanted[start:end], rounds.delays[start:end])
         actions = _Actions(graph)
         _add_forwards(actions, forward_turns, rounds)
         backward_turns = _backward_turns(graph, unit_of, forward_turns, delays, lead, num_last, rounds)

@@ -358,3 +358,16 @@ def test_objective_is_below_1f1b_that_waits_for_a_later_forward() -> None:
 def test_objective_is_exact_for_equal_stages_without_messages() -> None:
     even = template(6, 6, 6, 6, sync_ms=2)
     assert simulate_template(even, 16).iteration_ms == even.iteration_ms(16) == 24 + 15 * 6 + 2
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 12), st.sampled_from([0, 0.25, 1]))
+def test_eager_1f1b_takes_no_longer_than_1f1b_whichever_rows_have_more_memory(
+    more: list[int], num_microbatches: int, send_ms: float
+) -> None:
+    """As many in flight in a row as in the one before made both wait for each other."""
+    num_rows = len(more)
+    limits = [num_rows - row + each for row, each in enumerate(more)]
+    costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, transfer_ms=send_ms)
+    plain = generate(ScheduleKind.ONE_F_ONE_B, num_rows, num_microbatches)
+    eager = generate(ScheduleKind.EAGER, num_rows, num_microbatches, max_in_flight=limits)
+    assert simulate(eager, costs).iteration_ms <= simulate(plain, costs).iteration_ms

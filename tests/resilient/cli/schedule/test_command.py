@@ -234,7 +234,7 @@ def test_eager_schedule_keeps_in_flight_what_memory_holds() -> None:
     free = model_report(ScheduleKind.EAGER)
     assert free.in_flight == (7, 5, 3, 1)
     tight = model_report(ScheduleKind.EAGER, memory_bytes=32_000_000_000)
-    assert tight.in_flight == (5, 5, 3, 1)
+    assert tight.in_flight == (5, 4, 3, 1)
     assert max(tight.memory_bytes) <= 32_000_000_000 < max(free.memory_bytes)
     assert model_report(ScheduleKind.EAGER, max_in_flight=2).in_flight == (2, 2, 2, 1)
 
