@@ -62,6 +62,7 @@ def certificate_of(token: str) -> str:
 def server_context(token: str) -> ssl.SSLContext:
     """Return the TLS of the job's coordinator."""
     context = _newest(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # nobody resumes a session of TLS: they would cost each connection a packet and two keys
     with os.fdopen(os.memfd_create("certificate"), "w") as file:  # the standard library reads keys from files alone
         file.write("".join(_made_of(token)))
         file.flush()

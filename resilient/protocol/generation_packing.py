@@ -13,7 +13,10 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from itertools import accumulate, pairwise
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -24,10 +27,22 @@ from resilient.state.skipped import SkippedSteps
 from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.replan.transfer import Transfer
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.template import PipelineTemplate
+from resilient.templates.template import PipelineTemplate, StageSpec
 
 MAX_UNPACKED_BYTES = 64 << 20
 """Larger ones are refused when they are unpacked."""
+
+
+class PackedTemplate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A template whose stages are columns: one of 80 takes several kilobytes otherwise, which repeat little.
+
+    Args:
+        template: All but its stages.
+        stages: By field of :class:`StageSpec`, in order, what each stage has there.
+    """
+
+    template: PipelineTemplate
+    stages: tuple[tuple[Any, ...], ...]
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +67,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_due: bool
     pace: CheckpointPace | None
     schedule_kind: ScheduleKind
-    templates: tuple[PipelineTemplate, ...]
+    templates: tuple[PackedTemplate, ...]
     template_of: tuple[int, ...]
     joined: tuple[int, ...]
     node_steps: tuple[int, ...]
@@ -78,6 +93,8 @@ class PackedCopies(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     first_bytes: tuple[int, ...]
     sizes: tuple[int, ...]
 
+
+_STAGE_FIELDS = tuple(field.name for field in fields(StageSpec))
 
 _decode_common = msgspec.msgpack.Decoder(Common).decode
 _decode_copies = msgspec.msgpack.Decoder(PackedCopies).decode
@@ -223,7 +240,7 @@ def _told(message: Generation, nodes_before: Sequence[int] = ()) -> bytes:
         checkpoint_due=message.checkpoint_due,
         pace=message.pace,
         schedule_kind=message.plan.schedule_kind,
-        templates=tuple(templates),
+        templates=tuple(map(_packed_template, templates)),
         template_of=tuple(place[pipeline.template] for pipeline in pipelines),
         joined=joined,
         node_steps=tuple(after - before for before, after in pairwise((0, *nodes))),
@@ -232,15 +249,31 @@ def _told(message: Generation, nodes_before: Sequence[int] = ()) -> bytes:
     return msgspec.msgpack.encode(common)
 
 
+def _packed_template(template: PipelineTemplate) -> PackedTemplate:
+    columns = zip(*map(attrgetter(*_STAGE_FIELDS), template.stages), strict=True)
+    return PackedTemplate(template=replace(template, stages=()), stages=tuple(columns))
+
+
+def _unpacked_template(packed: PackedTemplate) -> PipelineTemplate:
+    """Return a template.
+
+    Raises:
+        ValueError: Its columns are others than those of stages, or differ in length.
+    """
+    stages = [dict(zip(_STAGE_FIELDS, stage, strict=True)) for stage in zip(*packed.stages, strict=True)]
+    return replace(packed.template, stages=msgspec.convert(stages, tuple[StageSpec, ...], strict=True))
+
+
 def _plan(common: Common, nodes_before: Sequence[int]) -> Plan:
     nodes = tuple(accumulate(common.node_steps))
     if nodes_before:
         in_order = (*nodes_before, *common.joined)
         nodes = tuple(in_order[place] for place in nodes)
+    templates = [_unpacked_template(packed) for packed in common.templates]
     pipelines: list[Pipeline] = []
     first = 0
     for index, num_microbatches in zip(common.template_of, common.num_microbatches, strict=True):
-        template = common.templates[index]
+        template = templates[index]
         of_pipeline = nodes[first : first + template.num_nodes]
         first += template.num_nodes
         pipelines.append(Pipeline(template=template, nodes=of_pipeline, num_microbatches=num_microbatches))

@@ -186,6 +186,9 @@ def replan_candidates(
         TooFewNodes: Not enough for f + 1 pipelines: store the progress and stop, or wait for nodes.
     """
     live, factors = _distinct(nodes), _checked(slowdowns)
+    # Side by side before, of alike ones, is side by side afterwards: of a plan that differs so, little is to be told.
+    place = dict(zip(plan.nodes, range(len(plan.nodes)), strict=True))
+    live.sort(key=lambda node: place.get(node, len(place)))
     situation = _situation(problem, plan, live, domains or {}, factors)
     return _best_first(situation.ways(), nanoseconds(problem.failure_interval_s * 1e3))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from resilient.agent.membership.parts.context import Context
 from resilient.protocol.alike import ALLOWABLE, FIXES, Alike
 
 _MOST_TOLD = 3
+_MOST_KNOWN = 4
 
 
 class Likeness:
@@ -14,6 +17,8 @@ class Likeness:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._first: dict[tuple[str, str], tuple[str, str]] = {}  # kind and detail -> value, and whose
+        # What was like them, as it was told: by agents and by workers, and mostly others tell the same.
+        self._like: deque[Alike] = deque(maxlen=_MOST_KNOWN)
 
     def why_unlike(self, node: int, told: Alike) -> str:
         """Return why a node cannot take part with the others; "" if it can, which it is held against from now on.
@@ -27,6 +32,8 @@ class Likeness:
         member = self._context.members[node]
         here = f"node {node} ({member.host})"
         told, member.unchecked = {**member.unchecked, **told}, {}
+        if told in self._like:
+            return ""
         differences = {kind: text for kind in FIXES if (text := self._differences(kind, told.get(kind, {}), here))}
         refused = [kind for kind in differences if kind not in self._context.settings.allow_different]
         if refused:
@@ -36,6 +43,8 @@ class Likeness:
         for kind, values in told.items():
             for detail, value in values.items():
                 self._first.setdefault((kind, detail), (value, here))
+        if not differences:
+            self._like.append(told)
         return ""
 
     def _differences(self, kind: str, values: dict[str, str], here: str) -> str:
