@@ -86,6 +86,15 @@ def test_what_there_was_is_not_looked_at_until_it_is_swept(sweeper: Sweeper) -> 
     assert not any(each is kept for each in gc.get_objects())
 
 
+def test_new_objects_are_not_looked_at_by_the_hundreds(sweeper: Sweeper) -> None:
+    sweeper.pass_time(0.0, is_calm=True)
+    garbage = weakref.ref(_Ring())
+    kept = [[number] for number in range(20_000)]
+    assert garbage() is not None, f"a collection has looked at it, with {len(kept)} new objects"
+    kept += [[number] for number in range(200_000)]
+    assert garbage() is None, "memory grows without an end in a busy time"
+
+
 def test_garbage_is_swept_now_and_then_when_there_is_time(sweeper: Sweeper) -> None:
     sweeper.pass_time(0.0, is_calm=True)
     garbage = weakref.ref(_Ring())

@@ -132,6 +132,15 @@ def test_thousand_nodes_are_told_of_in_little() -> None:
     assert len(packed) < 1024  # a byte a node
 
 
+def test_template_of_many_stages_takes_little() -> None:
+    template = _template(80)
+    plan = Plan(pipelines=(Pipeline(template=template, nodes=tuple(range(80)), num_microbatches=7),))
+    told = GenerationPacker().pack(msgspec.structs.replace(_of(1, range(1)), plan=plan))
+    assert GenerationUnpacker().unpack(told).plan == plan
+    alone = len(zlib.compress(msgspec.msgpack.encode(template)))
+    assert len(told.common) < alone
+
+
 def test_change_is_told_in_little_of_thousands_of_nodes_in_any_order() -> None:
     nodes = Random(0).sample(range(4096), 4096)
     packer, unpacker = GenerationPacker(), GenerationUnpacker()
