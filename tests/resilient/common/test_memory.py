@@ -98,8 +98,15 @@ def test_new_objects_are_not_looked_at_by_the_hundreds(sweeper: Sweeper) -> None
 def test_garbage_is_swept_now_and_then_when_there_is_time(sweeper: Sweeper) -> None:
     sweeper.pass_time(0.0, is_calm=True)
     garbage = weakref.ref(_Ring())
-    for now, is_calm in ((59.0, True), (60.0, False), (61.0, False)):
+    for now, is_calm in ((58.0, False), (59.0, True), (60.0, False), (61.0, False)):
         sweeper.pass_time(now, is_calm=is_calm)
         assert garbage() is not None
     sweeper.pass_time(62.0, is_calm=True)
+    assert garbage() is None
+
+
+def test_new_garbage_goes_as_soon_as_there_is_time(sweeper: Sweeper) -> None:
+    sweeper.pass_time(0.0, is_calm=True)
+    garbage = weakref.ref(_Ring())
+    sweeper.pass_time(1.0, is_calm=True)
     assert garbage() is None
