@@ -32,6 +32,12 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 MAX_UNPACKED_BYTES = 64 << 20
 """Larger ones are refused when they are unpacked."""
 
+_LARGE_BYTES = 256
+"""Copies of a worker that take less are sent as they are: to set up a compression takes longer than to send them."""
+
+_ZLIB = 0x78
+"""The first byte of what is compressed (RFC 1950); that of columns as they are is another."""
+
 
 class PackedTemplate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A template whose stages are columns: one of 80 takes several kilobytes otherwise, which repeat little.
@@ -160,7 +166,7 @@ class GenerationUnpacker:
         try:
             common = _decode_common(_decompressed(packed.common, self._told if packed.base else b""))
             plan = _plan(common, self._nodes if packed.base else ())
-            transfers = _unpacked(_decode_copies(_decompressed(packed.copies))) if packed.copies else ()
+            transfers = _unpacked(packed.copies) if packed.copies else ()
         except (zlib.error, msgspec.DecodeError, IndexError, ValueError) as error:
             raise ControlError(f"cannot read a generation: {error}") from error
         told = Generation(
@@ -208,10 +214,14 @@ def _packed(transfers: Sequence[Transfer]) -> bytes:
         first_bytes=tuple([transfer.first_byte for transfer in transfers]),
         sizes=tuple([transfer.end_byte - transfer.first_byte for transfer in transfers]),
     )
-    return zlib.compress(msgspec.msgpack.encode(copies), zlib.Z_BEST_SPEED)  # done a thousand times in a row
+    packed = msgspec.msgpack.encode(copies)
+    if len(packed) < _LARGE_BYTES:
+        return packed
+    return zlib.compress(packed, zlib.Z_BEST_SPEED)  # done a thousand times in a row
 
 
-def _unpacked(copies: PackedCopies) -> tuple[Transfer, ...]:
+def _unpacked(packed: bytes) -> tuple[Transfer, ...]:
+    copies = _decode_copies(_decompressed(packed) if packed[0] == _ZLIB else packed)
     columns = (copies.state_of, copies.sources, copies.targets, copies.first_bytes, copies.sizes)
     return tuple(
         Transfer(state=copies.states[state], source=source, target=target, first_byte=first, end_byte=first + size)

@@ -115,11 +115,14 @@ def common_pieces(holders: Mapping[int, ByteIntervals]) -> tuple[Piece, ...]:
     Args:
         holders: By rank, what it holds of the state.
     """
+    whole = next(iter(holders.values()), NO_BYTES)
+    if all([intervals is whole for intervals in holders.values()]):  # mostly they are
+        return (Piece(tuple(sorted(holders)), whole),) if holders else ()
     ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(holders):
         ranks_of.setdefault(holders[rank].bounds, []).append(rank)
-    if len(ranks_of) <= 1:
-        return tuple(Piece(tuple(ranks), holders[ranks[0]]) for ranks in ranks_of.values())
+    if len(ranks_of) == 1:
+        return (Piece(tuple(sorted(holders)), whole),)
     bounds, inside = _cells([holders[ranks[0]] for ranks in ranks_of.values()])
     patterns, which = np.unique(inside, axis=1, return_inverse=True)
     pieces: list[Piece] = []

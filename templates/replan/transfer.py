@@ -82,7 +82,9 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
     for state, targets in needed.items():
         holders = held.get(state, {})
         lacking = [
-            (rank, lack) for rank, intervals in targets.items() if (lack := intervals - holders.get(rank, NO_BYTES))
+            (rank, lack)
+            for rank, intervals in targets.items()
+            if (has := holders.get(rank, NO_BYTES)) is not intervals and (lack := intervals - has)  # mostly it is
         ]
         if lacking and not missing.take(state, lacking, common_pieces(holders)):
             lost.append(state)
@@ -193,7 +195,7 @@ def _check_held(problem: PlanningProblem, num_ranks: int, held: Holdings) -> Non
     for state, ranks in held.items():
         if state not in names:
             raise ArgumentError("held", "name layers of the profile", repr(state), "use the same profile everywhere")
-        if not all(0 <= rank < num_ranks for rank in ranks):
+        if ranks and not 0 <= min(ranks) <= max(ranks) < num_ranks:
             raise ValueError(
                 f"holders of {state!r} must be ranks 0 to {num_ranks - 1} (the new plan's, then sources), "
                 f"got {list(ranks)}; leave out workers that take no part"

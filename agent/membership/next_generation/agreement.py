@@ -109,6 +109,8 @@ def _held(names: Collection[str], parts: Mapping[str, ByteIntervals]) -> HeldSta
 
 def _joined(one: HeldStates, other: HeldStates) -> HeldStates:
     """Return what is in either."""
+    if not other:
+        return one
     joined = {**one, **other}
     for name in one.keys() & other.keys():
         parts = one[name], other[name]
