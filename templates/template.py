@@ -18,7 +18,7 @@ from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.schedules.graph import CHAIN, LaneName
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Of :meth:`TemplateSet.to_json`; files of another version are refused."""
 
 
@@ -122,6 +122,8 @@ class PipelineTemplate:
         stages: The stages.
         sync_ms: The part of the gradient sum over pipelines that no backward hides: that of the first stage.
         lone_sync_ms: What of it is left where a plan has one pipeline: sums over the lanes of a unit. 0 for chains.
+        only_alone: Whether memory holds it as a plan's only pipeline, which has all microbatches, but not whatever its
+            share is beside others: some schedules keep more in flight of fewer.
         decision: What a planner of units decided of it, for those who assign samples by it: the JSON of a
             :class:`resilient.planners.planner.Configuration`. Empty for chains.
     """
@@ -130,6 +132,7 @@ class PipelineTemplate:
     stages: tuple[StageSpec, ...]
     sync_ms: float = 0.0
     lone_sync_ms: float = 0.0
+    only_alone: bool = False
     decision: str = ""
 
     @cached_property
@@ -303,6 +306,17 @@ class TemplateSet:
         """The numbers of nodes there are templates for; the first is n0."""
         first = self.layouts[0][0].num_nodes
         return range(first, first + len(self.layouts))
+
+    @cached_property
+    def sizes_beside(self) -> range:
+        """Those of the sizes that pipelines have which stand beside others; empty where a plan has one at most."""
+        first = next((of[0].num_nodes for of in self.layouts if not of[0].only_alone), self.sizes.stop)
+        return range(first, self.sizes.stop)
+
+    def most_pipelines(self, num_nodes: int, num_microbatches: int) -> int:
+        """Return how many pipelines a plan of so many nodes has at most, each with a microbatch; 0 where none fits."""
+        beside = min(num_microbatches, num_nodes // self.sizes_beside.start) if self.sizes_beside else 0
+        return max(beside, int(num_nodes >= self.sizes.start))
 
     def of(self, num_nodes: int) -> tuple[PipelineTemplate, ...]:
         """Return the layouts for a number of nodes.

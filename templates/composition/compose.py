@@ -49,9 +49,7 @@ def compose(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_p
             :func:`resilient.templates.search.template_sizes.usable_nodes`.
     """
     _check(templates, num_nodes, num_microbatches, min_pipelines)
-    found = _Knapsack(templates, num_nodes, num_microbatches, min_pipelines).best()
-    assert found
-    return found[1]
+    return _best_of_all(templates, num_nodes, num_microbatches, min_pipelines)[1]
 
 
 class Compositions(NamedTuple):
@@ -73,16 +71,14 @@ def compositions(templates: TemplateSet, num_nodes: int, num_microbatches: int, 
     by, as many others are in use as the best step has time for.
     """
     _check(templates, num_nodes, num_microbatches, min_pipelines)
-    found = _Knapsack(templates, num_nodes, num_microbatches, min_pipelines).best()
-    assert found
-    step_ns, every = found
+    step_ns, every = _best_of_all(templates, num_nodes, num_microbatches, min_pipelines)
     fastest = every
     if min_pipelines == 1:
         lone_ns, lone = _best_lone(templates, num_nodes, num_microbatches)
         if lone_ns < step_ns:
             step_ns, fastest = lone_ns, lone
     several = max(2, min_pipelines)
-    if min(num_microbatches, num_nodes // templates.sizes[0]) >= several:
+    if templates.most_pipelines(num_nodes, num_microbatches) >= several:
         faster = _Knapsack(templates, num_nodes, num_microbatches, several, may_idle=True).best(step_ns - 1)
         fastest = faster[1] if faster else fastest
     return Compositions(every, fastest)
@@ -99,7 +95,7 @@ def may_take(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_
         if alone[: num_nodes - templates.sizes[0] + 1].min() <= step_ns:
             return True
     several = max(2, min_pipelines)
-    if min(num_microbatches, num_nodes // templates.sizes[0]) < several:
+    if templates.most_pipelines(num_nodes, num_microbatches) < several:
         return False
     least = least_lines_of_sizes(templates)
     return _Knapsack(templates, num_nodes, num_microbatches, several, may_idle=True, line_table=least).is_enough(
@@ -109,13 +105,25 @@ def may_take(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_
 
 def _check(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
     smallest, largest = templates.sizes[0], templates.sizes[-1]
-    if min(num_microbatches, num_nodes // smallest) < max(min_pipelines, -(-num_nodes // largest)):
+    if templates.most_pipelines(num_nodes, num_microbatches) < max(min_pipelines, -(-num_nodes // largest)):
         raise ArgumentError(
             "num_nodes",
             f"be a sum of {min_pipelines} to {num_microbatches} template sizes from {smallest} to {largest}",
             num_nodes,
             "leave nodes out or plan templates for more nodes",
         )
+
+
+def _best_of_all(
+    templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the least step time of all nodes, and its composition."""
+    if num_nodes not in templates.sizes_beside and num_nodes in templates.sizes:
+        alone = lone_lines_of_sizes(templates).rows([num_nodes - templates.sizes[0]])
+        return int(alone.finish_ns(num_microbatches).min()), (num_nodes,)
+    found = _Knapsack(templates, num_nodes, num_microbatches, min_pipelines).best()
+    assert found
+    return found
 
 
 def _best_lone(templates: TemplateSet, num_nodes: int, num_microbatches: int) -> tuple[int, tuple[int, ...]]:
@@ -144,12 +152,13 @@ class _Knapsack:
         may_idle: bool = False,
         line_table: LineTable | None = None,
     ) -> None:
-        self._smallest = templates.sizes[0]
-        self._may_idle, self._num_sizes = may_idle, min(len(templates.sizes), num_nodes - self._smallest + 1)
+        sizes = templates.sizes_beside
+        self._smallest, first = sizes[0], sizes[0] - templates.sizes[0]
+        self._may_idle, self._num_sizes = may_idle, min(len(sizes), num_nodes - self._smallest + 1)
         largest = self._smallest + self._num_sizes - 1
         num_idle = min(num_nodes, 2 * largest - 1) - largest if may_idle else 0
         table = (line_table or lines_of_sizes(templates)).rows(
-            [*range(self._num_sizes), *[self._num_sizes - 1] * num_idle]
+            first + np.minimum(np.arange(self._num_sizes + num_idle), self._num_sizes - 1)
         )
         if largest == num_nodes and min_pipelines == 1:  # a pipeline of all nodes is the only one
             alone = [line.fill_ns for line in lines(templates.of(largest), alone=True)]
@@ -160,7 +169,7 @@ class _Knapsack:
         self._num_nodes = num_nodes
         self._num_microbatches = num_microbatches
         self._min_pipelines = min_pipelines
-        self._most_pipelines = min(num_microbatches, num_nodes // self._smallest)
+        self._most_pipelines = templates.most_pipelines(num_nodes, num_microbatches)
 
     @cached_property
     def _asked(self) -> Composed:

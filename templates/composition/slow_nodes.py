@@ -65,6 +65,8 @@ def compose_with_slow(
     if min_pipelines == 1:
         best = _best_lone(templates, num_fast, slow, num_microbatches, most_ns)
         most_ns = best[0] - 1 if best else most_ns
+    if templates.most_pipelines(num_fast + len(slow), num_microbatches) < 2:
+        return best[1] if best else None
     several = _Table(templates, num_fast, slow, num_microbatches, max(2, min_pipelines))
     return several.best(most_ns) or (best[1] if best else None)
 
@@ -97,7 +99,8 @@ def _slow_lines(templates: TemplateSet, num_fast: int, slow: Factors, *, alone: 
     """Yield the lines of layouts with each choice of one or more of the slow nodes, where others fill them up."""
     for group in _groups(slow):
         number = len(group)
-        sizes = range(max(number, templates.sizes[0]), min(number + num_fast, templates.sizes[-1]) + 1)
+        of_templates = templates.sizes if alone else templates.sizes_beside
+        sizes = range(max(number, of_templates[0]), min(number + num_fast, of_templates[-1]) + 1)
         if sizes:
             yield _arrangements(templates, sizes, number).lines(group, alone=alone)
 
@@ -120,8 +123,9 @@ class _Table:
     ) -> None:
         self._templates, self._slow, self._num_fast = templates, slow, num_fast
         self._num_microbatches, self._min_pipelines = num_microbatches, min_pipelines
-        self._fast_sizes = range(templates.sizes[0], min(templates.sizes[-1], num_fast) + 1)
-        fit = (num_fast + len(slow)) // templates.sizes[0]
+        self._smallest = templates.sizes_beside[0]
+        self._fast_sizes = range(self._smallest, min(templates.sizes[-1], num_fast) + 1)
+        fit = (num_fast + len(slow)) // self._smallest
         cells = num_microbatches * (num_fast + 1) * len(self._fast_sizes)
         self._counts_all = num_microbatches < fit and cells <= _MOST_CELLS
         self._last_row = num_microbatches if self._counts_all else min_pipelines
@@ -139,7 +143,8 @@ class _Table:
         self._firsts = np.cumsum([0, *num_lines])
         tables = [each.table for each in self._slow_lines]
         if fast:
-            tables.insert(0, lines_of_layouts(templates).rows(range(sum(num_lines[: len(fast)]))))
+            first = sum(map(len, templates.layouts[: self._smallest - templates.sizes[0]]))
+            tables.insert(0, lines_of_layouts(templates).rows(range(first, first + sum(num_lines[: len(fast)]))))
         self._lines = LineTable(*map(np.concatenate, zip(*tables, strict=True)))
 
     def best(self, most_ns: int) -> MixedComposition | None:
@@ -176,7 +181,7 @@ class _Table:
         table = np.full((self._last_row + 1, self._num_fast + 1), _IMPOSSIBLE)
         table[0, 0] = 0
         values = by_kind[: len(self._fast_sizes)]
-        compiled(_fill_counted)(table, values, self._templates.sizes[0], not self._counts_all)
+        compiled(_fill_counted)(table, values, self._smallest, not self._counts_all)
         return table
 
     def _filled(self, by_kind: Ints) -> dict[Factors, Ints]:

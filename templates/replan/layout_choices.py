@@ -34,6 +34,7 @@ class LayoutChoices:
     Attributes:
         layouts: The layouts.
         num_nodes: Of each layout.
+        only_alone: Which of the layouts are a plan's only pipeline or none.
         of_plan: The layout of each of the plan's pipelines.
         are_of_set: Whether all of the plan's layouts are the set's.
     """
@@ -49,6 +50,7 @@ class LayoutChoices:
                 self.layouts.append(pipeline.template)
         self.are_of_set = len(self.layouts) == self._num_of_set
         self.num_nodes = np.array([layout.num_nodes for layout in self.layouts])
+        self.only_alone = np.array([layout.only_alone for layout in self.layouts])
         of_sizes = np.cumsum([0, *map(len, templates.layouts)])[:-1]
         self.of_plan = np.array([numbers[id(each.template)] for each in plan.pipelines], dtype=np.int64)
         self._firsts = np.concatenate((of_sizes, np.arange(len(self.layouts))))

@@ -159,22 +159,32 @@ class Situation:
             return
         left = self._placer.left(without)
         if self._plan.pipelines:
-            for kind, continues, sizes in repairs(
-                left,
-                self._layouts.num_nodes[self._layouts.of_plan],
-                num_nodes - int(left.sum()),
-                self._templates.sizes,
-                min_pipelines=self._problem.max_failures + 1,
-                max_pipelines=self._problem.num_microbatches,
-                may_stand_by=bool(self._slowest_first) or best.every != best.fastest,
-            ):
-                yield _Change(kind, self._going_on(continues, sizes), without)
+            may_stand_by = bool(self._slowest_first) or best.every != best.fastest
+            for sizes_of, most_pipelines in self._sizes_of_repairs():
+                for kind, continues, sizes in repairs(
+                    left,
+                    self._layouts.num_nodes[self._layouts.of_plan],
+                    num_nodes - int(left.sum()),
+                    sizes_of,
+                    min_pipelines=self._problem.max_failures + 1,
+                    max_pipelines=most_pipelines,
+                    may_stand_by=may_stand_by,
+                ):
+                    yield _Change(kind, self._going_on(continues, sizes), without)
         for composition in dict.fromkeys(best):
             if not self._plan.pipelines:  # nobody holds anything: the fastest nodes are taken, first ones first
                 without = frozenset(self._fastest_first[sum(composition) :])
             sizes = np.array(composition)
             yield _Change("composed", self._going_on(self._with_intact(sizes, left), sizes), without)
             yield _Change("composed", self._going_on(np.full(len(sizes), NEW), sizes), without)
+
+    def _sizes_of_repairs(self) -> Iterator[tuple[range, int]]:
+        """Yield the sizes that pipelines may be repaired to, and how many there may be of these."""
+        beside = self._templates.sizes_beside
+        if beside:
+            yield beside, self._problem.num_microbatches
+        if beside != self._templates.sizes and len(self._plan.pipelines) == 1:
+            yield self._templates.sizes, 1
 
     @cached_property
     def _fastest_first(self) -> list[int]:
@@ -230,11 +240,13 @@ class Situation:
         return continues
 
     def _going_on(self, continues: Ints, sizes: Ints) -> _Wanted:
-        """Return pipelines of some sizes; those that keep their size keep their layout."""
+        """Return pipelines of some sizes; those that keep their size keep their layout, where it may be in the plan."""
         choices = self._layouts.of_sizes(sizes)
         old = np.flatnonzero(continues != NEW)
         had = self._layouts.of_plan[continues[old]]
         same = self._layouts.num_nodes[had] == sizes[old]
+        if len(sizes) > 1:
+            same &= ~self._layouts.only_alone[had]
         choices[old[same]] = self._layouts.single(had[same])
         return _Wanted(choices, continues)
 

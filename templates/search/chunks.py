@@ -82,14 +82,15 @@ class ChunkSearch:
 
     Args:
         problem: One with ``num_chunks`` stages for each device.
-        fewest: The fewest microbatches that a pipeline can get: what it holds differs from number to number.
-        costs: Of the problem's stages, where they are there.
+        beside: The search for pipelines that stand beside others, where this one is for a plan's only pipeline: it has
+            all microbatches. What pipelines hold differs from number to number.
     """
 
-    def __init__(self, problem: PlanningProblem, fewest: int = 1, costs: StageCosts | None = None) -> None:
+    def __init__(self, problem: PlanningProblem, beside: ChunkSearch | None = None) -> None:
         self.problem = problem
-        self._fewest = fewest
-        self.costs = costs or StageCosts(problem)
+        self._beside = beside
+        self._fewest = problem.num_microbatches if beside else 1
+        self.costs = beside.costs if beside else StageCosts(problem)
         single = self.costs.single_device()
         self._single = single._replace(send=np.pad(single.send, ((0, 1), (0, 0))))  # none where stages share a row
         if not problem.activation_checkpointing:
@@ -144,7 +145,19 @@ class ChunkSearch:
                 send_ms=int(send[index]) / 1e6,
             )
             stages.append(replace(stage, memory_bytes=int(memory[index])))
-        return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=int(cut.sync[0]) / 1e6)
+        return PipelineTemplate(
+            num_nodes=size,
+            stages=tuple(stages),
+            sync_ms=int(cut.sync[0]) / 1e6,
+            only_alone=not self._fits_beside(size, cut),
+        )
+
+    def _fits_beside(self, size: int, cut: _Rated) -> bool:
+        """Return whether a cut, and what of it checkpoints, also fits beside other pipelines."""
+        if self._beside is None:
+            return True
+        rated = self._beside._rate(size, cut.bounds)
+        return not rated.lacking.any() and np.array_equal(rated.checkpointing, cut.checkpointing)
 
     def _bytes_of_stages(self, size: int, cut: _Rated) -> Ints:
         """Return what each stage has of what its row holds when that is most. [stages]"""

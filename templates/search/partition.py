@@ -22,7 +22,7 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.plan import PlanningProblem, Sharding
-from resilient.templates.schedules.kind import CHUNK_KINDS
+from resilient.templates.schedules.kind import CHUNK_KINDS, INTERLEAVED_KINDS
 from resilient.templates.search.chunks import ChunkSearch
 from resilient.templates.search.layout_search import Corner, LayoutSearch
 from resilient.templates.search.template_sizes import node_counts
@@ -35,7 +35,8 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
     The sizes are consecutive: from n0, the first from ``min_pipeline_nodes`` on that fits in memory, to the last that
     leaves room for ``max_failures`` pipelines of n0 nodes, or that is before the first without a template (it would
     have more stages than layers, or too many microbatches in flight). Where a plan may have one pipeline, each size has
-    a layout for that, too: it has all microbatches, and no gradients to sum with others.
+    a layout for that, too: it has all microbatches, and no gradients to sum with others. Some schedules keep more in
+    flight of fewer microbatches, so that the first sizes may fit only so.
 
     Args:
         problem: Profile, cluster, microbatches.
@@ -46,9 +47,10 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
         ValueError: No number of nodes has a template; the message says what to change.
     """
     search = lone = ChunkSearch(problem) if problem.schedule in CHUNK_KINDS else _RoundsSearch(problem)
-    if isinstance(search, ChunkSearch):  # a pipeline beside which there is no room for others has all microbatches
-        lone = ChunkSearch(problem, problem.num_microbatches, search.costs)
-    smallest = next((size for size in search.sizes if search.fits(size)), None)
+    if isinstance(search, ChunkSearch) and problem.schedule in INTERLEAVED_KINDS:  # others hold most of most
+        lone = ChunkSearch(problem, search)
+    beside = next((size for size in search.sizes if search.fits(size)), None)
+    smallest = beside if problem.max_failures else _first_alone(lone, beside, num_nodes)
     if smallest is None:
         raise search.misfit()
     layouts: list[tuple[PipelineTemplate, ...]] = []
@@ -56,16 +58,32 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
         share = problem.num_microbatches * size // (2 * num_nodes)
         counts = range(max(1, share), problem.num_microbatches + 1)
         found: list[PipelineTemplate] = []
-        if size + smallest <= num_nodes:
+        has_others = beside is not None and beside <= size <= num_nodes - beside
+        if has_others:
             found.extend(search.layouts(size, counts, alone=False))
         if problem.max_failures == 0:
-            holding = search if size + smallest <= num_nodes else lone
-            found.extend(holding.layouts(size, counts[-1:], alone=True))
+            found.extend((search if has_others else lone).layouts(size, counts[-1:], alone=True))
         if not found:
             break
         found.sort(key=lambda each: (each.round_size, -each.slowest_ms, each.fill_ms))
         layouts.append(tuple(dict.fromkeys(found)))
     return TemplateSet(problem_digest=problem.digest, layouts=tuple(layouts))
+
+
+def _first_alone(lone: ChunkSearch | _RoundsSearch, beside: int | None, num_nodes: int) -> int | None:
+    """Return the first of the consecutive sizes whose only pipeline fits; None where none does.
+
+    Args:
+        lone: The search for a plan's only pipeline.
+        beside: The first size that fits whatever its share of the microbatches is.
+        num_nodes: The most nodes of a plan.
+    """
+    if beside is None or beside > num_nodes:
+        return next((size for size in lone.sizes if lone.fits(size)), beside)
+    first = beside
+    while first - 1 in lone.sizes and lone.fits(first - 1):
+        first -= 1
+    return first
 
 
 class _RoundsSearch:

@@ -53,7 +53,8 @@ def node_counts(num_nodes: int, max_failures: int, min_pipeline_nodes: int) -> r
 def usable_nodes(problem: PlanningProblem, templates: TemplateSet, num_nodes: int) -> int:
     """Return how many of ``num_nodes`` nodes a plan can use; the others stand by.
 
-    The largest number that is a sum of at least f + 1 and at most ``num_microbatches`` template sizes. Sizes are
+    The largest number that is a sum of at least f + 1 and at most ``num_microbatches`` template sizes, of one size
+    alone, or of those that pipelines may have beside others (:attr:`TemplateSet.sizes_beside`). These are
     consecutive, so k pipelines take any number of nodes from k times the smallest size to k times the largest; of all
     that fit, the most pipelines reach furthest.
 
@@ -68,5 +69,4 @@ def usable_nodes(problem: PlanningProblem, templates: TemplateSet, num_nodes: in
     smallest, largest = templates.sizes[0], templates.sizes[-1]
     if num_nodes < (problem.max_failures + 1) * smallest:
         raise TooFewNodes(num_nodes, problem.max_failures, smallest)
-    most_pipelines = min(problem.num_microbatches, num_nodes // smallest)
-    return min(num_nodes, most_pipelines * largest)
+    return min(num_nodes, templates.most_pipelines(num_nodes, problem.num_microbatches) * largest)

@@ -220,10 +220,12 @@ def build_plan_report(
         num_chunks=problem.num_chunks,
         choice=choice,
         templates=tuple(
-            _template_row(templates.best(size, share, alone=size == num_nodes), share, alone=size == num_nodes)
+            _template_row(templates.best(size, share, alone=alone), share, alone=alone)
             for size in templates.sizes
             if size <= largest
-            for share in [max(1, round(problem.num_microbatches * size / num_nodes))]
+            for alone in [size == num_nodes or size not in templates.sizes_beside]
+            for part in [1.0 if alone else size / num_nodes]
+            for share in [max(1, round(problem.num_microbatches * part))]
         ),
         pipelines=tuple(
             PipelineRow(

@@ -65,8 +65,9 @@ class Grids:
 
         Ties: the fewest nodes, then the shallowest pipelines.
         """
+        beside = self._templates.sizes_beside
         grids = [
-            self._grid(size, min(num_nodes // size, self._num_microbatches))
+            self._grid(size, min(num_nodes // size, self._num_microbatches) if size in beside else 1)
             for size in self._templates.sizes
             if size <= num_nodes
         ]
