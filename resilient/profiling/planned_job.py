@@ -21,6 +21,7 @@ from resilient.profiling.unit_cells import draw_lengths
 from resilient.profiling.unit_costs import mean_profile
 from resilient.runtime.job import Job
 from resilient.runtime.steps.planning import UnitPlanning, feeds_of
+from resilient.templates.common.compiled import tells_of_compiling
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.template import PipelineTemplate
@@ -62,7 +63,8 @@ def planned_job(
         constraint = f"be at most the workers of a node, {cluster.devices_per_node}"
         raise ArgumentError("tp", constraint, tp_degree, "start more of them, or give a smaller one")
     costs, cluster = costs.at_degrees(usable), replace(cluster, memory_bytes=job.memory_bytes)
-    return profile, planning_of(job, costs, drawn.table, cluster, num_nodes, is_planned=is_planned)
+    with tells_of_compiling(announce):
+        return profile, planning_of(job, costs, drawn.table, cluster, num_nodes, is_planned=is_planned)
 
 
 def planning_of(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
-from resilient.templates.common.compiled import compiled
+from resilient.templates.common.compiled import COMPILING, compiled
 
 
 def test_a_loop_is_compiled_where_nothing_can_be_kept() -> None:
@@ -35,3 +37,23 @@ def test_planning_imports_no_heavy_library() -> None:
         f"print({{'torch', 'scipy', 'numba', 'pyomo', 'matplotlib'}} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_it_is_told_once_that_loops_are_compiled_and_not_where_they_are_only_loaded(tmp_path: Path) -> None:
+    (tmp_path / "loops.py").write_text(
+        "from resilient.templates.common.compiled import compiled\n\n\n"
+        "@compiled\ndef twice(number):\n    return 2 * number\n"
+    )
+    code = (
+        "from loops import twice\nfrom resilient.templates.common.compiled import tells_of_compiling\n"
+        "for number in range(2):\n    with tells_of_compiling(print):\n        twice(number), twice(float(number))\n"
+        "print('done')"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert told == [f"{COMPILING}\ndone\n", "done\n"]
