@@ -41,6 +41,8 @@ class Setting:
             encoders). None leaves all that to the planner.
         num_peers: As many others as all of these together are there beside them, so many times, for other parts of the
             steps' samples: steps take as long as the slowest of all.
+        splits: Whether backwards for the weights stand apart, as late as those of each lane's first stage, as workers
+            run zb-h1.
         correction: What was learnt from measured times.
     """
 
@@ -52,6 +54,7 @@ class Setting:
     max_failures: int = 0
     num_pipelines: int | None = None
     num_peers: int = 0
+    splits: bool = False
     correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:

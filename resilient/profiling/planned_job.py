@@ -24,6 +24,7 @@ from resilient.runtime.steps.planning import UnitPlanning, feeds_of
 from resilient.templates.common.compiled import tells_of_compiling
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.template import PipelineTemplate
 
 _MORE_NODES = 3
@@ -90,6 +91,7 @@ def planning_of(
         num_nodes=num_nodes,
         global_batch=job.global_batch,
         microbatch=job.microbatch,
+        splits=job.schedule == ScheduleKind.ZB_H1.value,
     )
     fewest = job.min_pipeline_nodes
     sizes = range(fewest, fewest + max(fewest, _MORE_NODES))

@@ -41,7 +41,7 @@ from resilient.runtime.steps.unit_graph import handed_over
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import ModelProfile
 
-UNIT_COSTS_VERSION = 5
+UNIT_COSTS_VERSION = 6
 """Of what is measured, and how; costs of another version are measured again."""
 
 _LEAST_MS = 1e-6
@@ -255,10 +255,13 @@ class _Measuring:
         largest = max(range(num_own), key=lambda number: cells[number].tokens)
         parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)
         workspaces = [one.workspace_bytes(each) for one, each in zip(own, seen, strict=True)]
-        kept = seen[largest].activation_bytes / cells[largest].tokens
+        kept, deferred = (
+            num_bytes / cells[largest].tokens
+            for num_bytes in (seen[largest].activation_bytes, seen[largest].deferred_bytes)
+        )
         layer = UnitLayer(
             name=spec.name,
-            curves=(_curves(cells[:num_own], times, kept, workspaces),),
+            curves=(_curves(cells[:num_own], times, kept, deferred, workspaces),),
             parameter_bytes=parameter_bytes,
             optimizer_bytes=optimizer_bytes,
             gradient_bytes=gradient_bytes,
@@ -277,12 +280,16 @@ def _owners(spec: LayerSpec) -> tuple[str, ...]:
 
 def _device_curves(cells: Sequence[_Packed], costs: DeviceCosts) -> LayerCurves:
     largest = max(range(len(cells)), key=lambda number: cells[number].tokens)
-    kept = costs.activation_bytes[largest] / cells[largest].tokens
-    return _curves(cells, costs.times, kept, costs.workspace_bytes)
+    kept, deferred = (each[largest] / cells[largest].tokens for each in (costs.activation_bytes, costs.deferred_bytes))
+    return _curves(cells, costs.times, kept, deferred, costs.workspace_bytes)
 
 
 def _curves(
-    cells: Sequence[_Packed], times: Sequence[PassTimes], activation_bytes: float, workspace_bytes: Sequence[int]
+    cells: Sequence[_Packed],
+    times: Sequence[PassTimes],
+    activation_bytes: float,
+    deferred_bytes: float,
+    workspace_bytes: Sequence[int],
 ) -> LayerCurves:
     tokens, squares = ([getattr(cell, name) for cell in cells] for name in ("tokens", "squares"))
 
@@ -302,6 +309,7 @@ def _curves(
         backward_input=fit(input_ms, backward_ms),
         backward_weight=fit(weight_ms, backward_ms),
         activation_bytes=activation_bytes,
+        deferred_bytes=deferred_bytes,
         workspace_bytes=fit(workspace_bytes, workspace_bytes),
     )
 

@@ -50,5 +50,6 @@ def _cost(curves: LayerCurves, tokens: float, squares: float, *, keeps: bool) ->
         backward_input_ms=curves.backward_input.call_ms(tokens, squares),
         backward_weight_ms=curves.backward_weight.call_ms(tokens, squares),
         activation_bytes=round(curves.activation_bytes * tokens) * keeps,
+        deferred_bytes=round(curves.deferred_bytes * tokens),
         workspace_bytes=round(curves.workspace_bytes.call_ms(tokens, squares)),
     )

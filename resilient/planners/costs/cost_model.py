@@ -119,6 +119,7 @@ class LayerCurves:
         backward_input: For the gradient of its input.
         backward_weight: For the gradient of its parameters.
         activation_bytes: Kept from forward to backward, per token.
+        deferred_bytes: Kept besides, per token, between the two parts of a backward.
         workspace_bytes: The most that a call uses at a time beside that, in bytes; what is not known is 0.
     """
 
@@ -126,6 +127,7 @@ class LayerCurves:
     backward_input: Curve
     backward_weight: Curve
     activation_bytes: float = 0.0
+    deferred_bytes: float = 0.0
     workspace_bytes: Curve = Curve()
 
 

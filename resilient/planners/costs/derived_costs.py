@@ -173,6 +173,7 @@ def _curves(work: LayerWork, gathered: int, device: Device, tp: int, cp: int) ->
         backward_weight=_at_least(products, 2 * GRADIENT_BYTES * work.matrix / bytes_per_ms / tp)
         + Curve(linear=work.lookup_bytes / bytes_per_ms / _TOKENS / cp),
         activation_bytes=(work.kept_bytes + work.sharded_kept_bytes / tp) / _TOKENS / cp,
+        deferred_bytes=(work.deferred_bytes + work.sharded_deferred_bytes / tp) / _TOKENS / cp,
     )
 
 

@@ -103,8 +103,12 @@ def _held(
         of_lanes = [known[cell] for cell in cells_of]
         in_flight = _in_flight(configuration, unit.name, np.stack([lane.kept for lane in of_lanes]))
         in_flight = np.minimum(in_flight, configuration.num_microbatches)  # windows may be wider
+        waiting = np.zeros_like(in_flight)
+        if setting.splits and with_activations:
+            in_flight, waiting = _with_waiting(in_flight, np.stack([lane.splits for lane in of_lanes]))
         each = [lane.kept if with_activations else lane.handed_on for lane in of_lanes]
         held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches) + in_flight * np.stack(each)
+        held[unit.name] += waiting * np.stack([lane.deferred for lane in of_lanes])
         running[unit.name] = np.stack([lane.running for lane in of_lanes])
     for row in range(len(layout.sizes)):  # of whose stages one runs at a time
         most = {name: np.where(of_unit == row, running[name], -1) for name, of_unit in rows.items()}
@@ -112,6 +116,19 @@ def _held(
         place = np.unravel_index(most[name].argmax(), rows[name].shape)
         held[name][place] += running[name][place]
     return held
+
+
+def _with_waiting(in_flight: Ints, splits: Flags) -> tuple[Ints, Ints]:
+    """Return how many cells stages hold until the second part of their backward, and of how many that is to come.
+
+    It comes as late as that of the lane's first stage. [num_lanes, num_stages] each
+
+    Args:
+        in_flight: Cells until the first part. [num_lanes, num_stages]
+        splits: Which stages have two. [num_lanes, num_stages]
+    """
+    held = np.where(splits, np.maximum(in_flight, in_flight[:, :1]), in_flight)
+    return held, np.where(splits, held - in_flight + 1, 0)
 
 
 def _whole_step(lanes: list[StageBytes], num_cells: int) -> Ints:

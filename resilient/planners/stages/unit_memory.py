@@ -14,7 +14,7 @@ from resilient.planners.costs.cell_profile import cell_layers
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.planner import Parallelism
 from resilient.planners.stages.stage_work import num_recomputed
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
@@ -48,6 +48,8 @@ class StageBytes:
         arriving: What comes in, and gradients that go back.
         kept: Of each cell in flight.
         handed_on: Part of it: what is sent, and where the gradient of that is to arrive.
+        deferred: Kept besides of each between the two parts of its backward; 0 where that has one part.
+        splits: Whether it has two.
         sent: Of each cell until the step ends: what is sent for which no gradient returns, that would show its receipt.
         running: Used besides while a cell runs; of several stages on a device one does at a time.
     """
@@ -56,6 +58,8 @@ class StageBytes:
     arriving: Ints
     kept: Ints
     handed_on: Ints
+    deferred: Ints
+    splits: Flags
     sent: Ints
     running: Ints
 
@@ -90,11 +94,13 @@ def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell
     ends = firsts + np.array(spread.stage_layers)
     arriving, handed_on = (np.array(each[0], dtype=np.int64) for each in (costs.arriving, costs.handed_on))
     kept, running = memory.kept[firsts, ends], memory.workspace[firsts, ends]
+    deferred, trained = memory.deferred[firsts, ends], np.cumsum([False, *(layer.trainable for layer in layers)])
     passed = np.concatenate(([0], np.cumsum([layer.trainable or layer.input_gradient for layer in layers])))
     for stage, (begin, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         number = num_recomputed(spread, int(passed[end - 1] - passed[begin - 1]))
         if not number:
             continue
+        deferred[stage] = 0
         first = int(np.searchsorted(passed, passed[begin - 1], side="right"))  # of those that have a backward
         middle = first + number
         kept[stage], running[stage] = memory.inputs[first, middle], memory.largest[first, middle]
@@ -109,6 +115,8 @@ def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell
         arriving=arriving[firsts],
         kept=kept,
         handed_on=handed_on[ends],
+        deferred=deferred,
+        splits=(trained[ends - 1] > trained[firsts - 1]) & (shard == 1),
         sent=sent[ends],
         running=running,
     )

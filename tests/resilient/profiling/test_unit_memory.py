@@ -31,6 +31,7 @@ from resilient.runtime.job import Job
 from resilient.runtime.steps.planning import UnitPlanning, feeds_of
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan
+from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.pipeline.test_executor_ranks import STEP, installed, work_of, write_initial
 from tests.resilient.profiling.test_stage_memory import BEGUN, most_of_rank
 from tests.resilient.small import make_job
@@ -177,8 +178,27 @@ def test_planned_memory_is_what_is_allocated(
     )
 
 
-def most_allocated(plan: Plan, setting: Setting, measured: tuple[Job, CostModel, SampleTable], path: Path) -> int:
-    """The most that rank 0 has allocated at a time in a step."""
+@pytest.mark.parametrize("row", range(5))
+def test_planned_memory_of_split_backwards_is_what_is_allocated(
+    row: int, measured: tuple[Job, CostModel, SampleTable], tmp_path: Path
+) -> None:
+    """Later stages keep as many cells as the first one, with the gradients that wait."""
+    job, costs, samples = measured
+    setting = Setting(
+        costs=costs, cluster=Cluster(devices_per_node=1), num_nodes=5, global_batch=job.global_batch,
+        microbatch=job.microbatch, num_pipelines=1, splits=True,
+    )  # fmt: skip
+    template = template_of(setting, Configuration(units=spread(llm=(2, 2, 2)), num_microbatches=4), samples)
+    pipeline = Pipeline(template=template, nodes=tuple(range(5)), num_microbatches=4)
+    plan = Plan(pipelines=(pipeline,), schedule_kind=ScheduleKind.ZB_H1)
+    held = sum(stage.memory_bytes for stage in template.rows[row])
+    assert held == pytest.approx(most_allocated(plan, setting, measured, tmp_path, row), rel=0.1)
+
+
+def most_allocated(
+    plan: Plan, setting: Setting, measured: tuple[Job, CostModel, SampleTable], path: Path, rank: int = 0
+) -> int:
+    """The most that a rank has allocated at a time in a step."""
     job, costs, samples = measured
     assert isinstance(job.model, Packable)
     planning = UnitPlanning(
@@ -199,4 +219,4 @@ def most_allocated(plan: Plan, setting: Setting, measured: tuple[Job, CostModel,
         place.gradient_sync.close()
         place.steps.close()
 
-    return most_of_rank(0, len(plan.slots), work)
+    return most_of_rank(rank, len(plan.slots), work)
