@@ -29,7 +29,10 @@ def cell_layers(
     return tuple(
         LayerProfile(
             name=layer.name,
-            costs=tuple(_cost(layer.curves[index], tokens, squares, keeps=layer.has_backward) for index in chosen),
+            costs=tuple(
+                _cost(layer.curves[index], tokens, squares, keeps=layer.has_backward, defers=layer.trainable)
+                for index in chosen
+            ),
             parameter_bytes=layer.parameter_bytes,
             optimizer_bytes=layer.optimizer_bytes,
             gradient_bytes=layer.gradient_bytes,
@@ -44,12 +47,12 @@ def cell_layers(
     )
 
 
-def _cost(curves: LayerCurves, tokens: float, squares: float, *, keeps: bool) -> LayerCost:
+def _cost(curves: LayerCurves, tokens: float, squares: float, *, keeps: bool, defers: bool) -> LayerCost:
     return LayerCost(
         forward_ms=curves.forward.call_ms(tokens, squares),
         backward_input_ms=curves.backward_input.call_ms(tokens, squares),
         backward_weight_ms=curves.backward_weight.call_ms(tokens, squares),
         activation_bytes=round(curves.activation_bytes * tokens) * keeps,
-        deferred_bytes=round(curves.deferred_bytes * tokens),
+        deferred_bytes=round(curves.deferred_bytes * tokens) * defers,
         workspace_bytes=round(curves.workspace_bytes.call_ms(tokens, squares)),
     )

@@ -53,11 +53,8 @@ class Curve:
             raise ArgumentError("coefficients", "be >= 0 and finite", self, "fit the curve again")
 
     def __add__(self, other: Curve) -> Curve:
-        return Curve(
-            attention=self.attention + other.attention,
-            linear=self.linear + other.linear,
-            fixed=self.fixed + other.fixed,
-        )
+        linear, fixed = self.linear + other.linear, self.fixed + other.fixed
+        return Curve(attention=self.attention + other.attention, linear=linear, fixed=fixed)
 
     def __mul__(self, factor: float) -> Curve:
         return Curve(attention=self.attention * factor, linear=self.linear * factor, fixed=self.fixed * factor)
