@@ -212,10 +212,7 @@ def _next_row(
         send = costs.send[room.source[1, row], begin]
         if following == 0:
             own = _begun(costs, room, row, i, middle)
-            if begin == middle:
-                needed = _needed_where_turning(costs, room, row, own, end)
-            else:
-                needed = _needed(costs, room, row, 1, own, begin, end)
+            needed = _needed(costs, room, row, 1, own, begin, end)
             if needed > room.time:
                 next_time = min(next_time, needed)
             elif end > farthest[row + 1, middle - first]:

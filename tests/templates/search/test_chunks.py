@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from bisect import bisect_left
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -132,6 +133,24 @@ def test_templates_are_the_best_of_all_cuts(kind: ScheduleKind, few: int, monkey
         assert max(ratios) <= 1 + 1e-6
     else:
         assert max(ratios) <= 1.02
+
+
+def test_zb_v_is_planned_with_the_least_memory_that_any_cut_fits_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last row hands on to itself is there once: cuts are found that fit for that reason alone."""
+    monkeypatch.setattr(chunks, "_FEW", 0)
+    monkeypatch.setattr(chunks, "_MOST_MOVED", 0)  # as of long pipelines, whose bounds are not moved
+    for seed, checkpoints in [(28, True), (33, False), (37, False)]:
+        drawn = uneven_job(random.Random(seed), ScheduleKind.ZB_V)
+        layers = tuple(replace(each, input_bytes=5 * each.input_bytes) for each in drawn.profile.layers)
+        roomy = replace(drawn, profile=replace(drawn.profile, layers=layers), activation_checkpointing=checkpoints)
+
+        def limited(num_bytes: int, roomy: PlanningProblem = roomy) -> PlanningProblem:
+            return replace(roomy, cluster=replace(roomy.cluster, memory_bytes=num_bytes))
+
+        least = bisect_left(range(10_000), True, key=lambda num_bytes: any(every_cut(limited(num_bytes), alone=True)))
+        only(limited(least))
+        with pytest.raises(ValueError, match="must"):
+            only(limited(least - 1))
 
 
 def test_four_hundred_uneven_layers_are_cut_in_seconds() -> None:
