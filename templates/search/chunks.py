@@ -237,7 +237,7 @@ class ChunkSearch:
         found = [cuts.best(start, limit) for start in starts]
         fastest = found[int(np.argmin([cuts.rank(each, limit) for each in found]))]
         end = int(fastest[1])
-        if self._single.sync[end] > 0:
+        if self._single.sync[end] > 0 and cuts.fits(fastest, limit):
             while end > 1:
                 end = max(1, end * 2 // 3)
                 found.append(cuts.best(fastest, limit, first_end=end))
