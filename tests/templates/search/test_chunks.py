@@ -133,6 +133,22 @@ def test_templates_are_the_best_of_all_cuts(kind: ScheduleKind, few: int, monkey
         assert max(ratios) <= 1.02
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed"), [(ScheduleKind.INTERLEAVED, 99), (ScheduleKind.INTERLEAVED_ZB, 16), (ScheduleKind.ZB_V, 248)]
+)
+def test_bounds_are_moved_for_lone_pipelines_and_for_others(
+    kind: ScheduleKind, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From cuts enough: the best ones are those of few microbatches, of many, with sums of gradients or without."""
+    monkeypatch.setattr(chunks, "_FEW", 0)
+    problem = uneven_job(random.Random(seed), kind, most_layers=12)
+    size, count = problem.min_pipeline_nodes, problem.num_microbatches
+    for alone in (True, False):
+        best = min(each.iteration_ms(count, alone=alone) for each in every_cut(problem, alone=alone))
+        templates = plan_templates(problem, size if alone else 2 * size)
+        assert templates.best(size, count, alone=alone).iteration_ms(count, alone=alone) == pytest.approx(best)
+
+
 def test_zb_v_is_planned_with_the_least_memory_that_any_cut_fits_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last row hands on to itself is there once: cuts are found that fit for that reason alone."""
     monkeypatch.setattr(chunks, "_FEW", 0)
