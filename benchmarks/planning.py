@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parts.planning_jobs import job
 from parts.timing import median_s
@@ -32,7 +32,7 @@ from resilient.templates.composition.batch_split_model import split_with_constra
 from resilient.templates.composition.compose import compose
 from resilient.templates.plan import Sharding
 from resilient.templates.replan.replan import first_plan, prepare, replan, templates_for
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
@@ -63,6 +63,14 @@ def zero_bubble(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -
     """Search for the templates of all sizes where what stages hold depends on how many there are."""
     problem = job(num_layers, devices, equal=equal, device="a40", schedule=ScheduleKind.ZB_H2)
     return lambda: plan_templates(problem, num_nodes)
+
+
+def several_stages(schedule: ScheduleKind, memory: str) -> Callable[[], TemplateSet]:
+    """Search for the templates of up to 60 devices with two stages each; memory as it is, or no limit."""
+    problem = job(400, 1, schedule=schedule, num_chunks=2)
+    if memory == "no limit":
+        problem = replace(problem, cluster=replace(problem.cluster, memory_bytes=None))
+    return lambda: plan_templates(problem, 60)
 
 
 def sharded(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> Callable[[], TemplateSet]:
@@ -110,6 +118,19 @@ def searches(repeats: int) -> list[Row]:
         ):
             rows.append(Row(what=what, measured=f"{median_s(call, repeats):.3f} s", target=target, others=others))
     return rows
+
+
+def chunk_searches(repeats: int) -> list[Row]:
+    """Measure the search for schedules with several stages on each device."""
+    return [
+        Row(
+            what=f"all templates of 1 to 60 nodes x 1 device, 400 different layers, {kind.value}, memory: {memory}",
+            measured=f"{median_s(several_stages(kind, memory), repeats):.1f} s",
+            target="5 s",
+        )
+        for kind in CHUNK_KINDS
+        for memory in ("no limit", "80 GB")
+    ]
 
 
 def large(repeats: int) -> list[Row]:
@@ -222,7 +243,13 @@ def main() -> None:
     if options.first_calls:
         sys.stdout.write(json.dumps(first_calls()))
         return
-    rows = [*searches(options.repeats), *large(options.repeats), *splits(options.repeats), *compilation()]
+    rows = [
+        *searches(options.repeats),
+        *chunk_searches(options.repeats),
+        *large(options.repeats),
+        *splits(options.repeats),
+        *compilation(),
+    ]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     rows.append(Row(what="peak memory of all of the above", measured=f"{peak:.2f} GB", target="1 GB"))
     title = f"planning, median of {options.repeats}"

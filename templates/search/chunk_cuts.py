@@ -212,28 +212,33 @@ def _next_row(
         send = costs.send[room.source[1, row], begin]
         if following == 0:
             own = _begun(costs, room, row, i, middle)
-            if begin == middle:
-                needed = _needed_where_turning(costs, room, row, own, end)
-            else:
-                needed = _needed(costs, room, row, 1, own, begin, end)
+            needed = _needed(costs, room, row, 1, own, begin, end)
             if needed > room.time:
                 next_time = min(next_time, needed)
             elif end > farthest[row + 1, middle - first]:
                 farthest[row + 1, middle - first], came_from[row + 1, middle - first] = end, at
             continue
         least = _begun(costs, room, row, i, i + 1)
+        longest = int(costs.work[begin] + room.time - least[2] - send)
+        stop = max(begin, min(stop, int(np.searchsorted(costs.work, longest, side="right")) - 1))
+        if stop < end - following:
+            next_time = min(next_time, room.time + int(costs.work[stop + 1]) - longest)
+        half = stop  # often all that there is time for fits
         while j < stop:
-            half = (j + stop + 1) >> 1
             needed = _needed(costs, room, row, 1, least, begin, half)
             if needed <= room.time:
                 j = half
             else:
                 stop, next_time = half - 1, min(next_time, needed)
+            half = (j + stop + 1) >> 1
         for i_end in range(i + 1, min(middle - following, room.first_end if row == 0 else middle) + 1):
-            own = _begun(costs, room, row, i, i_end)
-            while j > begin:
+            own, reached = _begun(costs, room, row, i, i_end), farthest[row + 1, i_end - first]
+            to_come = costs.work[middle] - costs.work[i_end] + costs.work[end]
+            left = to_come - costs.work[j]
+            while j > max(begin, reached):
                 needed = own[2] + costs.work[j] - costs.work[begin] + send
-                if limited and needed <= room.time:  # what a call takes counts here
+                left = to_come - costs.work[j]
+                if limited and needed <= room.time and left <= left_time:  # what a call takes counts here
                     fits = _fits(stages, moments, others, row, i, i_end, begin, j, memory)
                     if fits > 0:
                         needed += own[3] - own[2]
@@ -245,10 +250,11 @@ def _next_row(
                 j, next_time = j - 1, min(next_time, needed)
             if j == begin:
                 break
-            left = costs.work[middle] - costs.work[i_end] + costs.work[end] - costs.work[j]
+            if j <= reached:
+                continue
             if left > left_time:
                 next_time = min(next_time, room.time + (left - left_time + following - 1) // following)
-            elif j > farthest[row + 1, i_end - first]:
+            else:
                 farthest[row + 1, i_end - first], came_from[row + 1, i_end - first] = j, at
     return next_time
 

@@ -114,10 +114,14 @@ class ChunkCuts:
         cut = _Limited(self, memory, first_end)
         if limit is not None:
             bounds = cut.lowered(bounds, MEMORY, limit)
-            if self.most(bounds, MEMORY, UNLIMITED) > limit:
+            if not self.fits(bounds, limit):
                 return bounds
         even = -(-int(self.costs.work[-1]) // self.num_rows)
         return cut.evened(cut.lowered(bounds, TIME, even))
+
+    def fits(self, bounds: ChunkTable, limit: int | None) -> bool:
+        """Return whether memory holds all rows of a cut."""
+        return limit is None or self.most(bounds, MEMORY, UNLIMITED) <= limit
 
     def rank(self, bounds: ChunkTable, limit: int | None) -> int:
         """Return how slow a cut is; one that does not fit into memory is slower than all that do."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 _FEW = 20_000
 """Cuts that are looked at one by one: takes 20 ms."""
 
-_MOST_MOVED, _NUM_DRAWN = 16, 16
+_MOST_MOVED, _NUM_DRAWN = 16, 32
 """Pipelines of up to so many stages are searched by moving bounds, too, from so many cuts that are drawn."""
 
 _STARTS, _MOST_STARTS = 40_000, 30
@@ -250,7 +250,7 @@ class ChunkSearch:
         found = [cuts.best(start, limit) for start in starts]
         fastest = found[int(np.argmin([cuts.rank(each, limit) for each in found]))]
         end = int(fastest[1])
-        if self._single.sync[end] > 0:
+        if self._single.sync[end] > 0 and cuts.fits(fastest, limit):
             while end > 1:
                 end = max(1, end * 2 // 3)
                 found.append(cuts.best(fastest, limit, first_end=end))
@@ -260,11 +260,13 @@ class ChunkSearch:
         return np.unique(np.stack([*starts, *found]), axis=0)
 
     def _moved(self, size: int, cuts: ChunkCuts, now: ChunkTable) -> list[ChunkTable]:
-        """Return where cuts come to by moves that make a step of one microbatch shorter, or one of all of them."""
+        """Return where cuts come to by moves that make a step shorter: of one microbatch or all, also without sums."""
         from resilient.templates.search.chunk_moves import Rows, move_bounds
 
         limit, found = self.problem.cluster.memory_bytes, list[ChunkTable]()
-        for num_microbatches in {1, self.problem.most_microbatches}:
+        alone = self._single._replace(sync=np.zeros_like(self._single.sync))
+        several_or_alone = [self._single, alone] if self.problem.max_failures == 0 else [self._single]
+        for costs, num_microbatches in product(several_or_alone, {1, self.problem.most_microbatches}):
             rows = Rows(
                 counts=cuts.counts,
                 source=cuts.source,
@@ -274,7 +276,7 @@ class ChunkSearch:
                 num_microbatches=num_microbatches,
             )
             moved = now.copy()
-            move_bounds(self._single, rows, _moves(now.shape[1]), moved)
+            move_bounds(costs, rows, _moves(now.shape[1]), moved)
             found += [*moved]
         return found
 

@@ -3,12 +3,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.templates.composition.batch_split import Lines, lines
+from resilient.templates.composition.batch_split import Lines, least_line, lines, slowed_line
 from resilient.templates.composition.compose import compose, compositions, may_take
 from resilient.templates.template import TemplateSet
 from tests.templates.jobs import step_ns, template, template_set
@@ -84,6 +85,21 @@ def test_nodes_stand_by_exactly_where_that_is_faster(data: st.DataObject) -> Non
     assert list(found.fastest) == sorted(found.fastest, reverse=True)
     if steps[case[0]] == fastest_ns:
         assert found.fastest == found.every
+
+
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+def test_a_step_may_take_what_slow_nodes_make_it_shorter_by(num_pipelines: int) -> None:
+    """The row that is slowest only with a slow node fills more; a lone pipeline has no gradients to sum."""
+    busy, filling = template(11.0, 10.0).stages
+    layout = replace(template(11.0, 10.0, sync_ms=3.0), stages=(replace(busy, weights_ms=5.0), filling))
+    case = template_set(layout), 2 * num_pipelines, num_pipelines, num_pipelines
+    alone = num_pipelines == 1
+    profiled, slowed = (slowed_line(layout, (1.0, each), alone=alone).finish_ns(1) for each in (1.0, 1.11))
+    assert slowed < profiled
+    assert may_take(*case, slowed)
+    least = least_line(layout, alone=alone).finish_ns(1)
+    assert may_take(*case, least)
+    assert not may_take(*case, least - 1)
 
 
 def test_of_more_nodes_than_help_as_many_are_in_use_as_do_no_harm() -> None:
