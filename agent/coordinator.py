@@ -26,7 +26,7 @@ from aiohttp import web
 from resilient.agent.agents import Agents
 from resilient.agent.entrance import Entrance, check_live, read_body
 from resilient.agent.journal.event_writer import EventWriter
-from resilient.agent.journal.inheritance import inherit
+from resilient.agent.journal.inheritance import EndedJobError, inherit
 from resilient.agent.journal.stimulus_log import StimulusLog, heard_counts, read_stimuli
 from resilient.agent.journal.term import DeposedError, Term
 from resilient.agent.leadership.audience import UnheardError
@@ -125,7 +125,8 @@ class Coordinator:
 
         Raises:
             OSError: What it has left cannot be read.
-            ValueError: It is not what a coordinator leaves, or is of a job that has ended.
+            ValueError: It is not what a coordinator leaves.
+            EndedJobError: It is of a job that has ended.
         """
         self._agents.inherit(heard_counts(self._told))
         _, told = read_stimuli(self._told)
@@ -133,7 +134,7 @@ class Coordinator:
         inherited = await asyncio.to_thread(inherit, self._machine, told, self._agents)
         if inherited.is_over:
             fix = "it has ended; go on from its newest checkpoint with --resume"
-            raise ArgumentError("attach", "be a run whose job goes on", str(self._told.parent), fix)
+            raise EndedJobError("attach", "be a run whose job goes on", str(self._told.parent), fix)
         self._clock_ahead_s = inherited.at - time.monotonic()
         self._unanswered = inherited.unanswered
         self._events.inherit(inherited.records)

@@ -23,6 +23,7 @@ import msgspec
 import psutil
 
 from resilient.agent.attach import StillLedError, end_orphaned_job
+from resilient.agent.journal.inheritance import EndedJobError
 from resilient.agent.leadership.knocking import ANSWER_HEARTBEATS, Door, session_for
 from resilient.agent.leadership.unled_checkpoints import UnledCheckpoints
 from resilient.agent.leadership.vigil import OrphanedError, Vigil
@@ -181,6 +182,9 @@ class NodeAgent:
             await end_orphaned_job(welcome.run_directory, self._where.host, self._term, reason)
         except StillLedError as error:  # which goes on without this node
             logger.error("%s: %s; %s", self._name, error, self._where.link(self._door.address))
+            self._end(1)
+        except EndedJobError:
+            logger.error("%s: its job has ended without it; %s", self._name, self._where.link(self._door.address))
             self._end(1)
         except (ResilientError, OSError, ValueError) as error:
             logger.warning("%s: cannot end the job in an orderly way: %s", self._name, error)

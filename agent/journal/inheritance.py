@@ -28,6 +28,11 @@ from resilient.agent.membership.parts.events import (
     Tell,
     WriteManifest,
 )
+from resilient.errors import ArgumentError
+
+
+class EndedJobError(ArgumentError):
+    """The job that was to be taken over has ended."""
 
 
 class Addressees(Protocol):

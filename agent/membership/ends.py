@@ -184,7 +184,6 @@ class Ends:
     def stop(self, exit_code: int, reason: str, path: str | None) -> None:
         """Stop at once; ``path``: the checkpoint to go on from."""
         parts = self._parts
-        if parts.phase is not Phase.FINISHED or exit_code != EXIT_DONE:
-            parts.context.record("stopped", exit_code=exit_code, reason=reason, path=path)
+        parts.context.record("stopped", exit_code=exit_code, reason=reason, path=path)
         parts.phase, parts.change, parts.last_checkpoint = Phase.STOPPED, None, None
         parts.context.do(Stop(exit_code=exit_code, reason=reason))

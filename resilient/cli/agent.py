@@ -11,13 +11,15 @@ import typer
 
 from resilient.cli.shared.errors import usage_error
 from resilient.cli.shared.ranges import within
-from resilient.cli.shared.run_folder import given_token, read_job
+from resilient.cli.shared.run_folder import given_token, read_job, run_folder
 from resilient.cli.shared.shown_options import LocalRanksFilter, Redirects, Tee
 from resilient.common.extras import MissingPackageError
 from resilient.errors import ArgumentError
 from resilient.protocol.shown_streams import ShownStreams
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}")
+
+_TOKEN_FIX = "give the job's token with --token-file or RESILIENT_TOKEN, or the folder of the run with --run"
 
 AGENT_HELP = "Join this machine to a running job. SIGTERM or Ctrl-C: leave it at the next step boundary."
 
@@ -65,7 +67,7 @@ def agent(
             raise usage_error(error.told(lambda name: f"--{name}")) from None
     if not heartbeat_s > 0:
         raise usage_error(f"--heartbeat-s must be > 0, got {heartbeat_s:g}; leave it out for the default")
-    os.environ["RESILIENT_TOKEN"] = given_token(token_file) or read_job(run_dir).token
+    os.environ["RESILIENT_TOKEN"] = given_token(token_file) or read_job(run_folder(run_dir, _TOKEN_FIX)).token
     options = ["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s), "--domain", domain]
     options += ["--interface", interface]
     options += ShownStreams(tee=tee, redirects=redirects, local_ranks=local_ranks_filter).options

@@ -40,6 +40,7 @@ def events(
                 view.on_event(event)
         except (AttributeError, ValueError, KeyError, TypeError) as error:
             raise usage_error(f"{path} must hold events, got {line[:80]!r} ({error}); name a run with --run") from None
+    view.print_ending()
 
 
 def logs(

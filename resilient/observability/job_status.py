@@ -299,6 +299,8 @@ class JobStatus:
         yield "good", f"finished after {counted(event['step'], 'step')}"
 
     def _on_stopped(self, event: Event) -> Iterator[tuple[str, str]]:
+        if self.phase == "finished" and event["exit_code"] == 0:
+            return  # the script has ended, too
         self.phase = "stopped"
         self.ending = f"stopped with exit code {event['exit_code']}: {event['reason']}"
         yield "bad", self.ending

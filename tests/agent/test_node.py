@@ -38,6 +38,7 @@ from resilient.protocol.messages import (
     WorkerExited,
     encode,
 )
+from tests.agent.logged_job import eventful
 from tests.agent.served import decode_from_agent
 from tests.processes import has_ended
 
@@ -215,6 +216,26 @@ def test_node_without_a_coordinator_that_cannot_end_its_job_ends_by_itself(
     play(tmp_path, scenario, 3, connect_timeout_s=0.1)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert re.fullmatch(r"node 0: a coordinator must listen at \S+, got no answer for \d+ s .*", record.getMessage())
+
+
+def test_node_that_was_cut_off_ends_at_once_when_its_job_has_ended_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        coordinator.orphan_s = 0.1
+        connection, _ = await coordinator.accept(node=0)
+        worker = await coordinator.worker(connection)
+        eventful(tmp_path, run_directory=str(tmp_path)).leave()
+        office = {"address": "127.0.0.1:1", "token": "t", "pid": 1, "term": 1}  # nobody listens there
+        (tmp_path / "job.json").write_text(json.dumps(office))
+        await coordinator.stop_listening()
+        await connection.close()
+        while not has_ended(worker):
+            await asyncio.sleep(0.01)
+
+    play(tmp_path, scenario, 1)
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.getMessage().startswith("node 0: its job has ended without it; the link 127.0.0.1 -> 127.0.0.1:")
 
 
 def test_worker_that_does_not_answer_shows_in_its_log_where_it_hangs(tmp_path: Path) -> None:

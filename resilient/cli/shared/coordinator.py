@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from resilient.cli.shared.errors import usage_error
-from resilient.cli.shared.run_folder import read_job
+from resilient.cli.shared.run_folder import how_it_ended, read_job, run_folder
 from resilient.common.job_certificate import client_context
 
 RunFolder = Annotated[Path | None, typer.Option("--run", help="Folder of the run; the newest by default.")]
@@ -25,7 +25,8 @@ def ask(run_dir: Path | None, what: str, body: dict[str, Any] | None = None) -> 
         what: Path of the request.
         body: To be posted; None to get.
     """
-    job = read_job(run_dir)
+    run = run_folder(run_dir)
+    job = read_job(run)
     request = urllib.request.Request(
         f"https://{job.address}/{what}",
         data=None if body is None else json.dumps(body).encode(),
@@ -39,8 +40,6 @@ def ask(run_dir: Path | None, what: str, body: dict[str, Any] | None = None) -> 
     except urllib.error.HTTPError as error:
         raise usage_error(error.read().decode()) from None
     except OSError as error:
-        run = run_dir or "the newest run in ./runs"
-        raise usage_error(
-            f"the job of {run} does not answer at {job.address} ({error}); if another is running, name its folder "
-            f"with --run"
-        ) from None
+        end = how_it_ended(run)
+        told = f"is over: {end}" if end else f"does not answer at {job.address} ({error})"
+        raise usage_error(f"the job of {run} {told}; if another is running, name its folder with --run") from None

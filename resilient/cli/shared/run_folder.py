@@ -5,10 +5,13 @@ Must not import torch.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -36,16 +39,21 @@ def given_token(token_file: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise usage_error(f"--token-file must be readable text, got {token_file} ({error}); give another") from None
     if not token:
-        raise usage_error(f"--token-file must hold a token, got an empty {token_file}; write one into it")
+        raise usage_error(f"--token-file must hold a token, got the empty file {token_file}; write one into it")
     return token
 
 
-def run_folder(run_dir: Path | None) -> Path:
-    """Return the folder of a run: the one that is named, else the newest in ``./runs``."""
+def run_folder(run_dir: Path | None, fix: str = "name the folder of the run with --run") -> Path:
+    """Return the folder of a run: the one that is named, else that in ``./runs`` where something happened last.
+
+    Args:
+        run_dir: Folder that is named.
+        fix: What to do where none is named, and none is there.
+    """
     if run_dir is None:
         found = sorted(Path("runs").glob("*/events.jsonl"), key=lambda path: path.stat().st_mtime)
         if not found:
-            raise usage_error("no run in ./runs; name the folder of the run with --run")
+            raise usage_error(f"no run in ./runs; {fix}")
         return found[-1].parent
     if not run_dir.is_dir():
         raise usage_error(f"--run must be the folder of a run, got {run_dir}; choose one from ./runs")
@@ -67,16 +75,19 @@ def newest_run(beside: Path) -> Path:
     return max(found)[1].parents[2]
 
 
-def read_job(run_dir: Path | None) -> Listening:
-    """Read where a run listens; the newest run that left this behind when none is named."""
-    if run_dir is None:
-        found = sorted(Path("runs").glob("*/job.json"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise usage_error("no run in ./runs; name the folder of the run with --run")
-        run_dir = found[-1].parent
+def read_job(run_dir: Path) -> Listening:
+    """Read where the run of a folder listens."""
     try:
         return msgspec.json.decode((run_dir / "job.json").read_bytes(), type=Listening)
     except (OSError, msgspec.DecodeError) as error:
         raise usage_error(
             f"--run must be the folder of a run on this machine, got {run_dir} ({error}); choose one from ./runs"
         ) from None
+
+
+def how_it_ended(run: Path) -> str:
+    """Return how the job of a run ended, as its last event tells; "" if it goes on, or was cut off."""
+    last: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        last = json.loads(run.joinpath("events.jsonl").read_bytes().splitlines()[-1])
+    return f"exit code {last['exit_code']}, {last['reason']}" if last.get("kind") == "stopped" else ""

@@ -67,7 +67,8 @@ def test_job_finishes_with_a_checkpoint_and_stops_when_the_last_worker_has_ended
     job.answer()
     assert job.stop is not None
     assert job.stop.exit_code == 0
-    assert "stopped" not in job.kinds()
+    assert job.kinds()[-1] == "stopped"  # who follows the events need not look for more
+    assert job.last("stopped") == {"exit_code": 0, "reason": "the job is finished", "path": path}
 
 
 def test_node_lost_after_the_end_does_not_fail_the_job() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -35,3 +37,10 @@ from resilient.cli.app import app
 def test_agent_that_could_never_join_is_refused(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["agent", *arguments], env={"RESILIENT_TOKEN": "t"})
     assert (result.exit_code, result.output) == (2, f"error: {message}\n")
+
+
+def test_agent_without_a_token_is_told_how_to_give_it_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["agent", "--join", "h:1"], env={"RESILIENT_TOKEN": ""})
+    fix = "give the job's token with --token-file or RESILIENT_TOKEN, or the folder of the run with --run"
+    assert (result.exit_code, result.output) == (2, f"error: no run in ./runs; {fix}\n")

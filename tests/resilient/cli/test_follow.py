@@ -53,6 +53,14 @@ def test_events_move_no_cursor_as_they_are(tmp_path: Path) -> None:
     assert printable(text) == text
 
 
+def test_events_in_words_end_with_why_a_job_stopped_and_not_with_why_it_finished(tmp_path: Path) -> None:
+    _write(tmp_path, STARTED, {**STOPPED, "exit_code": 3, "reason": "too few"})
+    assert _said("events", "--run", str(tmp_path))[1].splitlines()[-1] == "stopped with exit code 3: too few"
+    (tmp_path / "events.jsonl").unlink()
+    _write(tmp_path, STARTED, {"time": 8.0, "generation": 1, "kind": "finished", "step": 4, "path": "p"}, STOPPED)
+    assert _said("events", "--run", str(tmp_path))[1].splitlines()[-1].endswith("finished after 4 steps")
+
+
 def test_followed_events_end_with_the_job(tmp_path: Path) -> None:
     _write(tmp_path, STARTED)
     later = threading.Timer(0.3, lambda: _write(tmp_path, STOPPED, STARTED))

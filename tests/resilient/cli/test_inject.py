@@ -15,7 +15,7 @@ from resilient.cli.app import app
 from resilient.common.job_certificate import server_context
 
 
-def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injecting_into_a_run_that_does_not_answer_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "over"
     folder.mkdir(parents=True)
@@ -23,13 +23,19 @@ def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch:
         silent.bind(("127.0.0.1", 0))
         address = "127.0.0.1:{1}".format(*silent.getsockname())
         (folder / "job.json").write_text(json.dumps({"address": address, "token": "t", "pid": 1}))
+        (folder / "events.jsonl").write_text('{"kind": "step"}\n')
         newest = CliRunner().invoke(app, ["inject", "kill", "--node", "1"])
         named = CliRunner().invoke(app, ["drain", "1", "--run", str(folder)])
     begin, end = f" does not answer at {address} (", "); if another is running, name its folder with --run\n"
-    for result, run in ((newest, "the newest run in ./runs"), (named, folder)):
+    for result, run in ((newest, Path("runs", "over")), (named, folder)):
         assert result.exit_code == 2
         assert result.output.startswith(f"error: the job of {run}{begin}")
         assert result.output.endswith(end)
+    with (folder / "events.jsonl").open("a") as events:
+        events.write('{"kind": "stopped", "exit_code": 3, "reason": "too few"}\n')
+    result = CliRunner().invoke(app, ["status"])
+    told = f"error: the job of runs/over is over: exit code 3, too few{end[1:]}"
+    assert (result.exit_code, result.output) == (2, told)
 
 
 def test_run_is_asked_without_the_proxy_of_the_web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

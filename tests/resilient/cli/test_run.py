@@ -222,4 +222,4 @@ def test_empty_file_of_a_token_is_refused(command: list[str], tmp_path: Path) ->
     script = [str(tmp_path / "s.py")] if command == ["run"] else []
     result = CliRunner().invoke(app, [*command, "--token-file", str(token), *script])
     assert result.exit_code == 2
-    assert "--token-file must hold a token, got an empty" in " ".join(result.output.replace("│", " ").split())
+    assert "--token-file must hold a token, got the empty file" in " ".join(result.output.replace("│", " ").split())
