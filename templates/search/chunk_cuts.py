@@ -219,10 +219,10 @@ def _next_row(
                 farthest[row + 1, middle - first], came_from[row + 1, middle - first] = end, at
             continue
         least = _begun(costs, room, row, i, i + 1)
-        longest = costs.work[begin] + room.time - least[2] - send
+        longest = int(costs.work[begin] + room.time - least[2] - send)
         stop = max(begin, min(stop, int(np.searchsorted(costs.work, longest, side="right")) - 1))
         if stop < end - following:
-            next_time = min(next_time, room.time + costs.work[stop + 1] - longest)
+            next_time = min(next_time, room.time + int(costs.work[stop + 1]) - longest)
         half = stop  # often all that there is time for fits
         while j < stop:
             needed = _needed(costs, room, row, 1, least, begin, half)
@@ -233,7 +233,8 @@ def _next_row(
             half = (j + stop + 1) >> 1
         for i_end in range(i + 1, min(middle - following, room.first_end if row == 0 else middle) + 1):
             own, reached = _begun(costs, room, row, i, i_end), farthest[row + 1, i_end - first]
-            left, to_come = 0, costs.work[middle] - costs.work[i_end] + costs.work[end]
+            to_come = costs.work[middle] - costs.work[i_end] + costs.work[end]
+            left = to_come - costs.work[j]
             while j > max(begin, reached):
                 needed = own[2] + costs.work[j] - costs.work[begin] + send
                 left = to_come - costs.work[j]
@@ -255,7 +256,7 @@ def _next_row(
                 next_time = min(next_time, room.time + (left - left_time + following - 1) // following)
             else:
                 farthest[row + 1, i_end - first], came_from[row + 1, i_end - first] = j, at
-    return next_time
+    return int(next_time)
 
 
 @compiled
