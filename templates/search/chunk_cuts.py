@@ -256,7 +256,7 @@ def _next_row(
                 next_time = min(next_time, room.time + (left - left_time + following - 1) // following)
             else:
                 farthest[row + 1, i_end - first], came_from[row + 1, i_end - first] = j, at
-    return next_time
+    return int(next_time)
 
 
 @compiled
