@@ -116,7 +116,7 @@ def common_pieces(holders: Mapping[int, ByteIntervals]) -> tuple[Piece, ...]:
         holders: By rank, what it holds of the state.
     """
     whole = next(iter(holders.values()), NO_BYTES)
-    if all([intervals is whole for intervals in holders.values()]):  # mostly they are
+    if all(intervals is whole for intervals in holders.values()):  # mostly they are
         return (Piece(tuple(sorted(holders)), whole),) if holders else ()
     ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(holders):

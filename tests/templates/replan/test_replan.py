@@ -119,31 +119,6 @@ def test_the_candidate_with_which_the_job_is_furthest_comes_first(
         assert lacking < next_lacking or (lacking == next_lacking and cost <= next_cost * (1 + 1e-9))
 
 
-@settings(max_examples=60)
-@given(st.data(), problems())
-def test_plans_do_not_depend_on_what_nodes_are_called(data: st.DataObject, problem: PlanningProblem) -> None:
-    """Of the plans before and after, only where nodes are counts; of those that come, also which comes first."""
-    num_nodes = data.draw(st.integers(enough_nodes(problem), enough_nodes(problem) + 10))
-    plan = first_plan(problem, range(num_nodes))
-    left = data.draw(st.lists(st.sampled_from(plan.nodes), unique=True))
-    least = max(0, enough_nodes(problem) - len(left))
-    live = [*left, *range(num_nodes, num_nodes + data.draw(st.integers(least, least + 4)))]
-    names = dict(zip(plan.nodes, data.draw(st.permutations(plan.nodes)), strict=True))
-
-    def renamed(plan: Plan) -> Plan:
-        return replace(
-            plan,
-            pipelines=tuple(
-                replace(pipeline, nodes=tuple(names.get(node, node) for node in pipeline.nodes))
-                for pipeline in plan.pipelines
-            ),
-        )
-
-    assert replan(problem, renamed(plan), [names.get(node, node) for node in live]) == renamed(
-        replan(problem, plan, live)
-    )
-
-
 def test_first_plan_fills_pipelines_with_the_nodes_in_order() -> None:
     assert layout(first_plan(small_job(), [7, 3, 5, 1, 9])) == [((1, 3, 5), 7), ((7, 9), 5)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from resilient.templates.composition.compose import Compositions, compositions
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.replan import first_plan, replan_candidates, templates_for
+from resilient.templates.replan.replan import first_plan, replan, replan_candidates, templates_for
 from resilient.templates.replan.replan_candidate import Situation
 from resilient.templates.replan.way import ReplanCandidate, Way
 from resilient.templates.search.template_sizes import usable_nodes
@@ -178,3 +178,28 @@ def test_equal_plans_go_on_in_equal_ways(data: st.DataObject, problem: PlanningP
         found, of_read = (list(replan_candidates(problem, before, live)) for before in (plan, read))
         assert found == of_read
         plan = found[0].plan
+
+
+@settings(max_examples=60)
+@given(st.data(), problems())
+def test_plans_do_not_depend_on_what_nodes_are_called(data: st.DataObject, problem: PlanningProblem) -> None:
+    """Of the plans before and after, only where nodes are counts; of those that come, also which comes first."""
+    num_nodes = data.draw(st.integers(enough_nodes(problem), enough_nodes(problem) + 10))
+    plan = first_plan(problem, range(num_nodes))
+    left = data.draw(st.lists(st.sampled_from(plan.nodes), unique=True))
+    least = max(0, enough_nodes(problem) - len(left))
+    live = [*left, *range(num_nodes, num_nodes + data.draw(st.integers(least, least + 4)))]
+    names = dict(zip(plan.nodes, data.draw(st.permutations(plan.nodes)), strict=True))
+
+    def renamed(plan: Plan) -> Plan:
+        return replace(
+            plan,
+            pipelines=tuple(
+                replace(pipeline, nodes=tuple(names.get(node, node) for node in pipeline.nodes))
+                for pipeline in plan.pipelines
+            ),
+        )
+
+    assert replan(problem, renamed(plan), [names.get(node, node) for node in live]) == renamed(
+        replan(problem, plan, live)
+    )
