@@ -132,9 +132,8 @@ class Coordinator:
         _, told = read_stimuli(self._told)
         # in a thread, for it takes long, and a lease is kept meanwhile
         inherited = await asyncio.to_thread(inherit, self._machine, told, self._agents)
-        if inherited.is_over:
-            fix = "it has ended; go on from its newest checkpoint with --resume"
-            raise EndedJobError("attach", "be a run whose job goes on", str(self._told.parent), fix)
+        if inherited.ended is not None:
+            raise EndedJobError(self._told.parent, inherited.ended)
         self._clock_ahead_s = inherited.at - time.monotonic()
         self._unanswered = inherited.unanswered
         self._events.inherit(inherited.records)

@@ -183,9 +183,10 @@ class NodeAgent:
         except StillLedError as error:  # which goes on without this node
             logger.error("%s: %s; %s", self._name, error, self._where.link(self._door.address))
             self._end(1)
-        except EndedJobError:
-            logger.error("%s: its job has ended without it; %s", self._name, self._where.link(self._door.address))
-            self._end(1)
+        except EndedJobError as error:
+            told, link = error.ended.reason, self._where.link(self._door.address)
+            logger.error("%s: its job has ended without it (%s); %s", self._name, told, link)
+            self._end(error.ended.exit_code or 1)
         except (ResilientError, OSError, ValueError) as error:
             logger.warning("%s: cannot end the job in an orderly way: %s", self._name, error)
 

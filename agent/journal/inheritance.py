@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from resilient.agent.membership.machine import Membership
-from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import (
     Instruction,
     ManifestFailed,
@@ -25,6 +25,7 @@ from resilient.agent.membership.parts.events import (
     Record,
     Send,
     Stimulus,
+    Stop,
     Tell,
     WriteManifest,
 )
@@ -32,7 +33,17 @@ from resilient.errors import ArgumentError
 
 
 class EndedJobError(ArgumentError):
-    """The job that was to be taken over has ended."""
+    """The job that was to be taken over has ended.
+
+    Args:
+        run: Its folder.
+        ended: How.
+    """
+
+    def __init__(self, run: Path, ended: Stop) -> None:
+        fix = "it has ended; go on from its newest checkpoint with --resume"
+        super().__init__("attach", "be a run whose job goes on", str(run), fix)
+        self.ended = ended
 
 
 class Addressees(Protocol):
@@ -59,13 +70,13 @@ class Inheritance:
         at: Time on the machine's clock, which stands still while nobody is in office.
         records: Lines for the event log, all from the beginning.
         unanswered: What was to be done, and of which nobody knows whether it was.
-        is_over: The job has ended.
+        ended: How the job has ended, if it has.
     """
 
     at: float = 0.0
     records: list[Record] = field(default_factory=list[Record])
     unanswered: list[WriteManifest | PreparePlans] = field(default_factory=list[WriteManifest | PreparePlans])
-    is_over: bool = False
+    ended: Stop | None = None
 
     def take(self, instruction: Instruction) -> None:
         """Take in what the machine wanted."""
@@ -73,6 +84,8 @@ class Inheritance:
             self.records.append(instruction)
         elif isinstance(instruction, WriteManifest | PreparePlans):
             self.unanswered.append(instruction)
+        elif isinstance(instruction, Stop):
+            self.ended = instruction
 
     def answer(self, stimulus: Stimulus) -> None:
         """Take in what became of something that the machine wanted."""
@@ -112,5 +125,4 @@ def inherit(machine: Membership, told: Iterable[tuple[float, Stimulus]], address
                 addressees.tell(instruction)
         if machine.settings.validate:
             machine.validate()
-    inherited.is_over = machine.phase is Phase.STOPPED
     return inherited

@@ -92,7 +92,8 @@ class Handlers:
             ),
         )
         if (wanted := settings.workers_per_node) != event.num_workers:
-            self._parts.refuse(member, f"workers per node must be {wanted} in this job, got {event.num_workers}")
+            got = f"got {event.num_workers}; start this agent with --workers {wanted}"
+            self._parts.refuse(member, f"workers per node must be {wanted} in this job, {got}")
 
     def on_late_node(self, event: NodeConnected) -> None:
         self.on_node_connected(event)

@@ -39,9 +39,9 @@ def write_events(folder: Path, written: list[dict[str, Any]]) -> None:
     (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in written))
 
 
-def eventful(folder: Path, **changes: Any) -> LoggedJob:
+def eventful(folder: Path) -> LoggedJob:
     """Return a job that lost a node, took one in, and was done."""
-    job = LoggedJob(folder, **changes)
+    job = LoggedJob(folder)
     job.start()
     job.step(1)
     job.now = 5.0

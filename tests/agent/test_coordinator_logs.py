@@ -47,7 +47,10 @@ def test_joiner_that_is_refused_is_no_node_that_was_lost(tmp_path: Path) -> None
         await served.event("generation")
         refused = await served.connect(num_workers=2)
         event = await served.event("not_joined")
-        assert (event["node"], event["cause"]) == (2, "workers per node must be 1 in this job, got 2")
+        assert (event["node"], event["cause"]) == (
+            2,
+            "workers per node must be 1 in this job, got 2; start this agent with --workers 1",
+        )
         await refused.close()
         await served.connect()  # the coordinator has seen the other one go
         async with served.session.get(served.url("/metrics")) as answer:

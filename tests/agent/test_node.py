@@ -17,6 +17,8 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from resilient.agent.membership.next_generation.members import log_path
+from resilient.agent.membership.parts.context import EXIT_RESUMABLE
+from resilient.agent.membership.parts.events import StopWanted
 from resilient.agent.network.conversation import GOODBYE, Attached, Hello, decode_hello
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.common.job_certificate import server_context
@@ -38,7 +40,7 @@ from resilient.protocol.messages import (
     WorkerExited,
     encode,
 )
-from tests.agent.logged_job import eventful
+from tests.agent.logged_job import LoggedJob
 from tests.agent.served import decode_from_agent
 from tests.processes import has_ended
 
@@ -218,14 +220,20 @@ def test_node_without_a_coordinator_that_cannot_end_its_job_ends_by_itself(
     assert re.fullmatch(r"node 0: a coordinator must listen at \S+, got no answer for \d+ s .*", record.getMessage())
 
 
+@pytest.mark.parametrize(("exit_code", "of_node"), [(0, 1), (EXIT_RESUMABLE, EXIT_RESUMABLE)])
 def test_node_that_was_cut_off_ends_at_once_when_its_job_has_ended_without_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    exit_code: int, of_node: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """As the job has ended; nothing is done by a node that was not there."""
+
     async def scenario(coordinator: Coordinator) -> None:
         coordinator.orphan_s = 0.1
         connection, _ = await coordinator.accept(node=0)
         worker = await coordinator.worker(connection)
-        eventful(tmp_path, run_directory=str(tmp_path)).leave()
+        job = LoggedJob(tmp_path, run_directory=str(tmp_path))
+        job.start()
+        job.feed(StopWanted(exit_code=exit_code, reason="enough"))
+        job.leave()
         office = {"address": "127.0.0.1:1", "token": "t", "pid": 1, "term": 1}  # nobody listens there
         (tmp_path / "job.json").write_text(json.dumps(office))
         await coordinator.stop_listening()
@@ -233,9 +241,10 @@ def test_node_that_was_cut_off_ends_at_once_when_its_job_has_ended_without_it(
         while not has_ended(worker):
             await asyncio.sleep(0.01)
 
-    play(tmp_path, scenario, 1)
+    play(tmp_path, scenario, of_node)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert record.getMessage().startswith("node 0: its job has ended without it; the link 127.0.0.1 -> 127.0.0.1:")
+    told = "node 0: its job has ended without it (enough; start again with: resilient run "
+    assert record.getMessage().startswith(told)
 
 
 def test_worker_that_does_not_answer_shows_in_its_log_where_it_hangs(tmp_path: Path) -> None:

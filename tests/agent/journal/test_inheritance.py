@@ -43,7 +43,7 @@ def test_machine_is_as_the_other_was_and_says_the_same_to_those_who_are_left(tmp
     inherited = inherit(machine, lines, addressees)
     assert machine.status() == job.machine.status()
     assert addressees.told.keys() == job.machine.members.keys()
-    assert (inherited.at, inherited.is_over) == (job.now, False)
+    assert (inherited.at, inherited.ended) == (job.now, None)
     assert [record.kind for record in inherited.records] == [record.kind for record in job.records]
 
 
@@ -62,7 +62,7 @@ def test_job_that_has_ended_is_over(tmp_path: Path) -> None:
     job = eventful(tmp_path)
     job.leave()
     told, lines = read_stimuli(tmp_path / "stimuli.jsonl")
-    assert inherit(Membership(told), lines, Addressees()).is_over
+    assert inherit(Membership(told), lines, Addressees()).ended == job.stop
 
 
 def test_messages_heard_are_counted_by_node(tmp_path: Path) -> None:

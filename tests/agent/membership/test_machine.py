@@ -323,7 +323,7 @@ def test_joiner_lost_before_it_is_ready_disturbs_nobody() -> None:
 def test_node_with_another_number_of_workers_is_sent_away() -> None:
     job = started()
     instructions = job.feed(NodeConnected(node=9, host="h", pid=1, num_workers=2))
-    reason = "workers per node must be 1 in this job, got 2"
+    reason = "workers per node must be 1 in this job, got 2; start this agent with --workers 1"
     assert instructions[-1] == Tell(node=9, message=Shutdown(exit_code=1, reason=f"cannot join: {reason}"))
     assert job.last("not_joined") == {"node": 9, "cause": reason}
 
