@@ -184,9 +184,8 @@ class NodeAgent:
             logger.error("%s: %s; %s", self._name, error, self._where.link(self._door.address))
             self._end(1)
         except EndedJobError as error:
-            told, link = error.ended.reason, self._where.link(self._door.address)
-            logger.error("%s: its job has ended without it (%s); %s", self._name, told, link)
-            self._end(error.ended.exit_code or 1)
+            logger.error("%s: its job is over (%s); %s", self._name, error.reason, self._where.link(self._door.address))
+            self._end(error.exit_code or 1)
         except (ResilientError, OSError, ValueError) as error:
             logger.warning("%s: cannot end the job in an orderly way: %s", self._name, error)
 

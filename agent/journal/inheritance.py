@@ -43,7 +43,7 @@ class EndedJobError(ArgumentError):
     def __init__(self, run: Path, ended: Stop) -> None:
         fix = "it has ended; go on from its newest checkpoint with --resume"
         super().__init__("attach", "be a run whose job goes on", str(run), fix)
-        self.ended = ended
+        self.exit_code, self.reason = ended.exit_code, ended.reason
 
 
 class Addressees(Protocol):

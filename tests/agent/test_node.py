@@ -243,7 +243,7 @@ def test_node_that_was_cut_off_ends_at_once_when_its_job_has_ended_without_it(
 
     play(tmp_path, scenario, of_node)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    told = "node 0: its job has ended without it (enough; start again with: resilient run "
+    told = "node 0: its job is over (enough; start again with: resilient run "
     assert record.getMessage().startswith(told)
 
 
