@@ -132,7 +132,7 @@ class Vigil:
         if waited_s <= self._heartbeat_s:
             self._has_complained = False
         elif not self._has_complained:
-            said = "node %d: no coordinator answers (%s; %s); trains on, for %g s"
+            said = "node %d: no coordinator answers (%s; %s); goes on without one, for %g s"
             logger.warning(said, welcome.node, why, self._link(), welcome.orphan_s)
             self._has_complained = True
 

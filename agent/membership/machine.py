@@ -237,6 +237,7 @@ class Membership:
             "loss": fields["loss"],
             "losses": fields.get("losses", {}),
             "num_skipped": self.parts.progress.skipped.total,
+            "needed_nodes": self.parts.ending.needed_nodes,
             "nodes": [
                 {"node": member.node, "host": member.host, "ready": member.is_ready, "leaving": member.leaving}
                 for member in self.members.values()

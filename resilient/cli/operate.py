@@ -54,10 +54,12 @@ def _shown(told: Mapping[str, Any]) -> Group:
     skipped = f", {told['num_skipped']} skipped" if told["num_skipped"] else ""
     generation, pipelines = told["generation"], counted(len(told["pipelines"]), "pipeline")
     states = f" ({', '.join(f'{number} {state}' for state, number in counts.items())})" if rows else ""
+    waits = not told["pipelines"] and len(told["nodes"]) < told["needed_nodes"]
+    needed = f", {told['needed_nodes']} are needed" if waits else ""
     lines = [
         f"{told['phase']}: step {told['step']}{skipped}, loss {loss}",
         (f"generation {generation}: {pipelines} on " if generation else "no generation yet: ")
-        + f"{counted(len(rows), 'node')}{states}",
+        + f"{counted(len(rows), 'node')}{states}{needed}",
     ]
     shown = rows if len(rows) <= _MOST_NODES else [row for row in rows if row[1] != "training"]
     table = plain_table("node", "host", "state", "pipeline", "processor", "memory", left=("host", "state"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,6 +22,7 @@ class JobMetrics:
         self._registry = CollectorRegistry()
         self._step = Gauge("resilient_step", "Last committed step.", registry=self._registry)
         self._loss = Gauge("resilient_loss", "Loss of the last committed step.", registry=self._registry)
+        self._loss.set(math.nan)  # until one is known
         self._generation = Gauge("resilient_generation", "Generation in force.", registry=self._registry)
         self._pipelines = Gauge("resilient_pipelines", "Pipelines of the generation in force.", registry=self._registry)
         self._training = Gauge("resilient_training_nodes", "Nodes that have a place.", registry=self._registry)

@@ -44,10 +44,13 @@ def in_step(setting: Setting, configuration: Configuration, unit: StepUnit, layo
     )
     total = forward + backward
     filled = np.divide((own[0] + own[1]) * alone.filled, total, out=np.ones_like(total), where=total > 0)
+    nothing = np.zeros_like(backward)  # all of a backward is done while its layers are there
     work = Work(
         forward_ms=forward * unit.speeds,
         backward_ms=backward * unit.speeds,
+        weights_ms=nothing,
         kept_bytes=alone.kept_bytes,
+        deferred_bytes=nothing,
         filled=filled,
     )
     return replace(unit, there=there, parts=work.in_parts(1), calls=None)

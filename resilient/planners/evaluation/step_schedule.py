@@ -1,8 +1,9 @@
 """Describes a planner's answer as the runtime would run it: a step's graph, the order of its actions, and their costs.
 
 All pipelines are one graph, as a planner may have an encoder work for several of them. Stages are up to as many
-microbatches ahead as there are stages after them (1F1B), or a multiple of that (eager 1F1B). Where encoders lie on the
-language model's devices, they do their forwards before all of its, and their backwards after.
+microbatches ahead as there are stages after them (1F1B), or a multiple of that (eager 1F1B); with split backwards what
+parameters need comes as late as that of their lane's first stage (ZB-H1). Where encoders lie on the language model's
+devices, they do their forwards before all of its, and their backwards after.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.node_places import in_one_node
+from resilient.planners.stages.stage_work import splits
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.inputs.cluster import Link
-from resilient.templates.schedules.graph import Flow, LaneName, StepGraph, UnitLane
+from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.simulator import ActionCosts
 from resilient.templates.schedules.unit_generator import generate_units
@@ -80,7 +82,11 @@ class _Step:
         )
         return PlannedStep(
             schedule=generate_units(
-                graph, pace=LLM, lead=self._configuration.lead, apart=self._configuration.encoders_come_first
+                graph,
+                pace=LLM,
+                lead=self._configuration.lead,
+                split=self._setting.splits,
+                apart=self._configuration.encoders_come_first,
             ),
             costs=self._costs(graph),
             filled=self._by_stage([unit.work.filled[:, :, None] for unit in self._units], graph.num_cells)[:, :, 0],
@@ -94,9 +100,18 @@ class _Step:
                     name=LaneName(unit.costs.name, number),
                     rows=tuple(rows),
                     cells=tuple(np.flatnonzero(used[number]).tolist()),
-                    backwards=unit.backwards,
+                    backwards=self._backwards(unit),
                     whole=unit.whole,
                 )
+
+    def _backwards(self, unit: StepUnit) -> tuple[Backward, ...]:
+        """Return what each stage differentiates; where layers run again, a split backward has one part."""
+        if not self._setting.splits:
+            return unit.backwards
+        split = splits(unit.costs, unit.spread)
+        return tuple(
+            each if two else min(each, Backward.INPUTS) for each, two in zip(unit.backwards, split, strict=True)
+        )
 
     def _named_flows(self) -> Iterator[Flow]:
         for flows in self._flows:
@@ -112,10 +127,12 @@ class _Step:
     def _costs(self, graph: StepGraph) -> ActionCosts:
         """Return what actions cost."""
         num_cells = graph.num_cells
-        forward, backward, passed, latency = list[Floats](), list[Floats](), list[Floats](), list[Floats]()
+        forward, backward, weights, passed, latency = (list[Floats]() for _ in range(5))
         for unit in self._units:
+            later = unit.parts.weights_ms if self._setting.splits else np.zeros_like(unit.parts.weights_ms)
             forward.append(unit.parts.forward_ms / unit.speeds[:, None])
-            backward.append(unit.parts.backward_ms / unit.speeds[:, None])
+            backward.append(np.maximum(unit.parts.backward_ms - later, 0.0) / unit.speeds[:, None])
+            weights.append(later / unit.speeds[:, None])
             near = self._near_stages(unit)
             num_bytes = unit.tokens * unit.costs.boundary_bytes
             wide = np.repeat(near, unit.width, axis=0).T[:, :, None]
@@ -125,11 +142,13 @@ class _Step:
         return ActionCosts(
             forward_ms=self._by_stage(forward, num_cells),
             backward_input_ms=self._by_stage(backward, num_cells),
+            backward_weight_ms=self._by_stage(weights, num_cells),
             latency_ms=np.concatenate([each.ravel() for each in latency])[:-1],
             transfer_ms=self._by_stage(passed, num_cells)[:-1],
             flow_latency_ms=flow_latency,
             flow_transfer_ms=flow_transfer,
             activation_bytes=self._by_stage([unit.parts.kept_bytes for unit in self._units], num_cells),
+            deferred_bytes=self._by_stage([unit.parts.deferred_bytes for unit in self._units], num_cells),
         )
 
     def _by_stage(self, tables: Sequence[Floats], num_cells: int) -> Floats:

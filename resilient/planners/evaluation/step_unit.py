@@ -172,17 +172,12 @@ class StepUnit:
                 together = each.calls.followed_by(together)
             return _held(together.by_cell(self.spread.cp).in_parts(1), self.held)
         works = [each.parts for each in (self, *encoders)]
-        nothing = np.zeros_like(self.parts.forward_ms)
-        forward = sum((each.forward_ms for each in works), nothing)
-        backward = sum((each.backward_ms for each in works), nothing)
-        filled = sum(((each.forward_ms + each.backward_ms) * each.filled for each in works), nothing)
-        total = forward + backward
-        return Work(
-            forward_ms=forward,
-            backward_ms=backward,
-            kept_bytes=sum((each.kept_bytes for each in works), nothing),
-            filled=np.divide(filled, total, out=np.ones_like(total), where=total > 0),
-        )
+        sums = self.parts.mapped(np.zeros_like)
+        for work in works:
+            sums = {name: sums[name] + table for name, table in work.mapped(np.asarray).items()}
+        filled = sum(((each.forward_ms + each.backward_ms) * each.filled for each in works), np.zeros(1))
+        total = sums["forward_ms"] + sums["backward_ms"]
+        return Work(**sums, filled=np.divide(filled, total, out=np.ones_like(total), where=total > 0))
 
     @property
     def std_ms(self) -> float:
@@ -222,7 +217,8 @@ def step_units(
 
 def _held(work: Work, held: Floats) -> Work:
     """Return the work of parts of cells whose devices hold so many times the tokens."""
-    return replace(work, kept_bytes=work.kept_bytes * held[:, None])
+    held = held[:, None]
+    return replace(work, kept_bytes=work.kept_bytes * held, deferred_bytes=work.deferred_bytes * held)
 
 
 def _parts(cell: Ints, lengths: Lengths, then: StepUnit) -> Ints:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from resilient.planners.costs.cost_model import Curve, UnitCosts
+from resilient.planners.costs.cost_model import Curve, UnitCosts, UnitLayer
 from resilient.planners.planner import Parallelism
 from resilient.planners.stages.stage_work import num_recomputed, token_bytes
 from resilient.templates.common.arrays import Floats, Ints
@@ -35,50 +37,62 @@ class Calls:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
-    """Time and memory of microbatches on each stage; all ``[num_stages, num_cells]``, or with their parts behind.
+class Taken:
+    """Time and memory on each stage.
 
     Args:
         forward_ms: Time of the forward.
         backward_ms: Time of the backward; 0 on stages that need none.
+        weights_ms: Part of it that may come later, where backwards are split: all of it where nothing that comes in
+            wants a gradient, none of it where layers run again.
         kept_bytes: Activations on each device, of layers that have a backward.
-        filled: Part of the devices' time in that of the microbatch: groups that are done earlier wait.
+        deferred_bytes: Gradients on each device that wait for that part.
     """
 
     forward_ms: Floats
     backward_ms: Floats
+    weights_ms: Floats
     kept_bytes: Floats
+    deferred_bytes: Floats
+
+    def mapped(self, change: Callable[[Floats], Floats]) -> dict[str, Floats]:
+        """Return each table, changed."""
+        return {each.name: change(getattr(self, each.name)) for each in fields(Taken)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work(Taken):
+    """What microbatches take; all ``[num_stages, num_cells]``, or with their parts behind.
+
+    Args:
+        filled: Part of the devices' time in that of the microbatch: groups that are done earlier wait.
+    """
+
     filled: Floats
 
     def in_parts(self, num_parts: int) -> Work:
         """Return the work of parts that follow each other, so many of each microbatch, as such."""
-        forward, backward, kept, filled = (
-            each.reshape(len(each), -1, num_parts)
-            for each in (self.forward_ms, self.backward_ms, self.kept_bytes, self.filled)
-        )
-        return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept, filled=filled)
+
+        def apart(table: Floats) -> Floats:
+            return table.reshape(len(table), -1, num_parts)
+
+        return Work(**self.mapped(apart), filled=apart(self.filled))
 
     def together(self) -> Work:
         """Return the work of microbatches, of that of their parts."""
         times = self.forward_ms + self.backward_ms
-        total = times.sum(axis=-1)
-        filled = (times * self.filled).sum(axis=-1)
+        total, filled = times.sum(axis=-1), (times * self.filled).sum(axis=-1)
         return Work(
-            forward_ms=self.forward_ms.sum(axis=-1),
-            backward_ms=self.backward_ms.sum(axis=-1),
-            kept_bytes=self.kept_bytes.sum(axis=-1),
+            **self.mapped(lambda table: table.sum(axis=-1)),
             filled=np.divide(filled, total, out=np.ones_like(total), where=total > 0),
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CallWork:
-    """Time and memory of calls on each stage; as :class:`Work` has them, but ``[num_stages, num_calls]``."""
+class CallWork(Taken):
+    """What calls take; as :class:`Work` has it, but ``[num_stages, num_calls]``."""
 
     calls: Calls
-    forward_ms: Floats
-    backward_ms: Floats
-    kept_bytes: Floats
 
     @classmethod
     def of(cls, unit: UnitCosts, spread: Parallelism, calls: Calls) -> CallWork:
@@ -89,24 +103,37 @@ class CallWork:
             spread: How it is spread.
             calls: What it processes.
         """
-        forward, backward, kept = np.zeros((3, spread.num_stages, len(calls.cell)))
+        forward, backward, weights, kept, deferred = np.zeros((5, spread.num_stages, len(calls.cell)))
         firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)))
         for degree in np.unique(calls.degree).tolist():
             chosen = calls.degree == degree
             tokens, squares = calls.tokens[chosen], calls.squares[chosen]
             for stage in range(spread.num_stages):
-                layers = range(firsts[stage], firsts[stage + 1])
+                layers = unit.layers[firsts[stage] : firsts[stage + 1]]
                 curves = [curves_at(unit, layer, spread.tp, degree) for layer in layers]
-                passed = [each for each in curves if each[1] != Curve()]
-                again = [each[0] for each in passed[: num_recomputed(spread, len(passed))]]
+                passed = [each for each in curves if each.backward != Curve()]
+                again = [each.forward for each in passed[: num_recomputed(spread, len(passed))]]
+                whole = sum((*(each.backward for each in passed), *again), Curve())
+                later = [each.weights for each in passed] if not again else []
                 for table, curve in (
-                    (forward, sum((each[0] for each in curves), Curve())),
-                    (backward, sum((*(each[1] for each in passed), *again), Curve())),
+                    (forward, sum((each.forward for each in curves), Curve())),
+                    (backward, whole),
+                    (weights, sum(later, Curve()) if layers[0].input_gradient else whole),
                 ):
                     work = curve.attention * squares + curve.linear * tokens + curve.fixed
                     table[stage, chosen] = np.where(tokens > 0, work, 0.0)
-                kept[stage, chosen] = tokens * token_bytes(unit, spread, degree, np.array([each[2] for each in passed]))
-        return cls(calls=calls, forward_ms=forward, backward_ms=backward, kept_bytes=kept)
+                of_token = token_bytes(unit, spread, degree, np.array([each.kept_bytes for each in passed]))
+                kept[stage, chosen] = tokens * of_token
+                if layers[0].input_gradient and not again:
+                    deferred[stage, chosen] = tokens * sum(each.deferred_bytes for each in passed)
+        return cls(
+            calls=calls,
+            forward_ms=forward,
+            backward_ms=backward,
+            weights_ms=weights,
+            kept_bytes=kept,
+            deferred_bytes=deferred,
+        )
 
     def followed_by(self, other: CallWork) -> CallWork:
         """Return the calls of two units, the second of which a group begins when it is done with the first.
@@ -130,35 +157,44 @@ class CallWork:
             np.concatenate(each)[first]
             for each in zip(*((c.cell, c.group, c.degree, c.tokens, c.squares) for c in calls), strict=True)
         )
+        tables = vars(self), vars(other)
         return CallWork(
             calls=replace(other.calls, cell=cell, group=group, degree=degree, tokens=tokens, squares=squares),
-            forward_ms=together(self.forward_ms, other.forward_ms),
-            backward_ms=together(self.backward_ms, other.backward_ms),
-            kept_bytes=together(self.kept_bytes, other.kept_bytes),
+            **{each.name: together(*(of[each.name] for of in tables)) for each in fields(Taken)},
         )
 
     def by_cell(self, cp: int) -> Work:
         """Return what microbatches take, on ``cp`` ranks each."""
         shape = (len(self.forward_ms), self.calls.num_cells)
-        forward, backward, kept, used = np.zeros((4, *shape))
-        for table, values in (
-            (forward, self.forward_ms),
-            (backward, self.backward_ms),
-            (kept, self.kept_bytes),
-        ):
+
+        def longest(values: Floats) -> Floats:
+            table = np.zeros(shape)
             np.maximum.at(table.T, self.calls.cell, values.T)
+            return table
+
+        found, used = self.mapped(longest), np.zeros(shape)
         np.add.at(used.T, self.calls.cell, ((self.forward_ms + self.backward_ms) * (self.calls.degree / cp)).T)
-        total = forward + backward
+        total = found["forward_ms"] + found["backward_ms"]
         filled = np.divide(used, total, out=np.ones(shape), where=total > 0)
-        return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept, filled=np.minimum(filled, 1.0))
+        return Work(**found, filled=np.minimum(filled, 1.0))
 
 
-def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:
-    """Return a layer's forward, its backward and its activations per token.
+class LayerCall(NamedTuple):
+    """What a layer takes for a call: curves, and bytes per token; of its backward and these what something needs."""
 
-    Between profiled degrees of context parallelism they go linearly in ``1 / cp``, as shares of work and the bytes that
-    a ring sends do; beyond the largest, too, but there all devices together have no less than of the largest. A profile
-    in which a ring of two is a little more than twice as fast would have one of many take no time.
+    forward: Curve
+    backward: Curve
+    weights: Curve
+    kept_bytes: float
+    deferred_bytes: float
+
+
+def curves_at(unit: UnitCosts, layer: UnitLayer, tp: int, cp: int) -> LayerCall:
+    """Return what a layer takes at any degree of context parallelism.
+
+    Between profiled degrees of context parallelism curves go linearly in ``1 / cp``, as shares of work and the bytes
+    that a ring sends do; beyond the largest, too, but there all devices together have no less than of the largest. A
+    profile in which a ring of two is a little more than twice as fast would have one of many take no time.
 
     Raises:
         ValueError: The tensor-parallel degree was not profiled.
@@ -172,22 +208,32 @@ def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Cur
     least = high / cp if cp > high else 0.0
     one, other = _profiled(unit, layer, tp, low), _profiled(unit, layer, tp, high)
 
-    return (
-        _between(one[0], other[0], weight, least),
-        _between(one[1], other[1], weight, least),
-        max(least * other[2], one[2] + weight * (other[2] - one[2])),
+    def between(one: float, other: float) -> float:
+        return max(least * other, one + weight * (other - one))
+
+    def curve_between(one: Curve, other: Curve) -> Curve:
+        return Curve(
+            attention=between(one.attention, other.attention),
+            linear=between(one.linear, other.linear),
+            fixed=between(one.fixed, other.fixed),
+        )
+
+    return LayerCall(
+        forward=curve_between(one.forward, other.forward),
+        backward=curve_between(one.backward, other.backward),
+        weights=curve_between(one.weights, other.weights),
+        kept_bytes=between(one.kept_bytes, other.kept_bytes),
+        deferred_bytes=between(one.deferred_bytes, other.deferred_bytes),
     )
 
 
-def _profiled(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:
+def _profiled(unit: UnitCosts, layer: UnitLayer, tp: int, cp: int) -> LayerCall:
     index = unit.index(tp, cp)
-    of = unit.layers[layer]
-    return of.curves[index].forward, of.backward(index), of.curves[index].activation_bytes
-
-
-def _between(one: Curve, other: Curve, weight: float, least: float) -> Curve:
-    return Curve(
-        attention=max(least * other.attention, one.attention + weight * (other.attention - one.attention)),
-        linear=max(least * other.linear, one.linear + weight * (other.linear - one.linear)),
-        fixed=max(least * other.fixed, one.fixed + weight * (other.fixed - one.fixed)),
+    curves, trains = layer.curves[index], float(layer.trainable)
+    return LayerCall(
+        forward=curves.forward,
+        backward=layer.backward(index),
+        weights=curves.backward_weight * trains,
+        kept_bytes=curves.activation_bytes,
+        deferred_bytes=curves.deferred_bytes * trains,
     )

@@ -2,7 +2,8 @@
 
 Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row, of virtual stages the first ones more; in
 encoders, those of the language model count as after it. An encoder also holds what is deferred of the microbatch before
-them (Entrain).
+them (Entrain). Where backwards are split (ZB-H1), every stage that trains holds as many as the first one of its lane:
+the first ones of these wait for their second part, with the gradients for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.packing.balance import fullest, loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
-from resilient.planners.stages.stage_work import dealt_by, kept_bytes
+from resilient.planners.stages.stage_work import dealt_by, deferred_bytes, kept_bytes, splits
 from resilient.planners.stages.virtual_stages import in_flight, passed, room_parts
 from resilient.templates.common.arrays import Flags, Floats, Ints
 
@@ -35,23 +36,45 @@ def passed_behind(configuration: Configuration, unit: str) -> int:
     return sum(passed(configuration.units[each]) for each in after)
 
 
+def with_waiting(in_flight: Ints, splits: Flags) -> tuple[Ints, Ints]:
+    """Return how many cells stages hold until the second part of their backward, and of how many that is to come.
+
+    It comes as late as that of the lane's first stage. [..., num_stages] each
+
+    Args:
+        in_flight: Cells until the first part. [..., num_stages]
+        splits: Which stages have two. [..., num_stages]
+    """
+    held = np.where(splits, np.maximum(in_flight, in_flight[..., :1]), in_flight)
+    return held, np.where(splits, held - in_flight + 1, 0)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kept:
     """Activations that the stages of a unit keep.
 
     Args:
         windows: Microbatches in a row that each stage holds. [num_stages]
+        waiting: Of so many of them, the first ones, gradients wait for the second part of a backward. [num_stages]
         parts: What a token takes of what each stage has left. [num_stages]
+        deferred: What it takes besides while its gradients wait. [num_stages]
         encodes: Whether it comes before the language model, and has microbatches with samples that are deferred.
         lanes: Over which the samples of a microbatch are dealt, each of them whole.
         work: By which they are.
     """
 
     windows: Ints
+    waiting: Ints
     parts: Floats
+    deferred: Floats
     encodes: bool
     lanes: int
     work: Curve
+
+    @property
+    def most(self) -> Floats:
+        """What a token takes at most. [num_stages]"""
+        return self.parts + self.deferred
 
     def tokens(self, samples: Lengths, microbatch: Ints, num_microbatches: int) -> Floats:
         """Return the tokens of each microbatch on the lane that has most. [num_microbatches]"""
@@ -123,13 +146,18 @@ class MemoryBudget:
                     "configure the job again",
                 )
             held, kept = windows(configuration, name), kept_bytes(unit, spread)
+            waiting, deferred = np.zeros_like(held), np.zeros_like(kept)
+            if setting.splits and configuration.shard == 1:
+                held, waiting = with_waiting(held, splits(unit, spread))
+                deferred = deferred_bytes(unit, spread)
+            room = np.tile(memory - state, spread.chunks) * room_parts(spread, kept * held + deferred * waiting)
+            # Of several pipelines that a stage works for, each has a part of it.
+            of_room = tokens_held(spread, devices) / room * -(-configuration.units[LLM].dp // spread.dp)
             units[name] = Kept(
                 windows=held,
-                # Of several pipelines that a stage works for, each has a part of it.
-                parts=kept
-                * tokens_held(spread, devices)
-                / (np.tile(memory - state, spread.chunks) * room_parts(spread, kept, held))
-                * -(-configuration.units[LLM].dp // spread.dp),
+                waiting=waiting,
+                parts=kept * of_room,
+                deferred=deferred * of_room,
                 encodes=position < language,
                 lanes=max(1, spread.dp // configuration.units[LLM].dp),
                 work=dealt_by(unit, spread),
@@ -147,7 +175,7 @@ class MemoryBudget:
             ValueError: There is one; the message names it.
         """
         for name, unit in self.units.items():
-            tokens, part = batch.units[name].tokens[own], float(unit.parts.max())
+            tokens, part = batch.units[name].tokens[own], float(unit.most.max())
             if tokens.max(initial=0) * part > 1:
                 raise ValueError(
                     f"tokens of {batch.name(int(own[tokens.argmax()]))} in {name!r} must be <= {int(1 / part)}, which "
@@ -156,14 +184,14 @@ class MemoryBudget:
 
     def holds(self, samples: SampleTable) -> Flags:
         """Return whether each sample fits if it is alone. [num_samples]"""
-        fits = [samples.units[name].tokens * unit.parts.max() <= 1 for name, unit in self.units.items()]
+        fits = [samples.units[name].tokens * unit.most.max() <= 1 for name, unit in self.units.items()]
         return np.logical_and.reduce(fits)
 
     def fewest(self, samples: SampleTable) -> int:
         """Return how many equal microbatches the samples would need."""
         fewest = 1.0
         for name, unit in self.units.items():
-            total = float(samples.units[name].tokens.sum()) / unit.lanes * unit.parts
+            total = float(samples.units[name].tokens.sum()) / unit.lanes * unit.most
             # A stage that all fits into need not hold fewer.
             needed = np.where(total <= 1, 1.0, np.ceil(total * (unit.windows + unit.encodes)))
             fewest = max(fewest, float(needed.max()))
@@ -175,7 +203,7 @@ class MemoryBudget:
         return np.concatenate([unit.windows for unit in self.units.values()])
 
     def needs(self, samples: SampleTable, microbatch: Ints, num_microbatches: int) -> Floats:
-        """Return the part of each stage's budget that each microbatch takes. [num_stages, num_microbatches]
+        """Return the part of each stage's budget that each microbatch takes at most. [num_stages, num_microbatches]
 
         Args:
             samples: Of the replica, or of several.
@@ -184,7 +212,7 @@ class MemoryBudget:
         """
         return np.concatenate(
             [
-                unit.parts[:, None] * unit.tokens(samples.units[name], microbatch, num_microbatches)
+                unit.most[:, None] * unit.tokens(samples.units[name], microbatch, num_microbatches)
                 for name, unit in self.units.items()
             ]
         )
@@ -202,12 +230,20 @@ class MemoryBudget:
         for name, unit in self.units.items():
             tokens = samples.units[name].tokens.astype(np.float64)
             place = early if unit.encodes else late
-            sums = np.concatenate(([0.0], np.cumsum(unit.tokens(samples.units[name], place, num_microbatches))))
+            begun, halfway = (
+                np.concatenate(([0.0], np.cumsum(unit.tokens(samples.units[name], each, num_microbatches))))
+                for each in (place, late)
+            )
             # When a microbatch is differentiated, what was deferred to it is still held.
             deferred = loads(np.where(late > place, tokens, 0.0), late, num_microbatches)
-            for window, part in zip(unit.windows.tolist(), unit.parts.tolist(), strict=True):
-                ends = np.minimum(np.arange(num_microbatches) + window, num_microbatches)
-                largest = max(largest, part * float((sums[ends] - sums[:-1] + deferred).max()))
+            for window, waiting, part, besides in zip(
+                *(each.tolist() for each in (unit.windows, unit.waiting, unit.parts, unit.deferred)), strict=True
+            ):
+                ends, halves = (
+                    np.minimum(np.arange(num_microbatches) + each, num_microbatches) for each in (window, waiting)
+                )
+                held = part * (begun[ends] - begun[:-1] + deferred) + besides * (halfway[halves] - halfway[:-1])
+                largest = max(largest, float(held.max()))
         return largest
 
     def even(self, samples: SampleTable, num_microbatches: int) -> Ints:
@@ -218,7 +254,7 @@ class MemoryBudget:
         """
         share = np.zeros(len(samples))
         for name, unit in self.units.items():
-            share = np.maximum(share, float((unit.windows * unit.parts).max()) * samples.units[name].tokens)
+            share = np.maximum(share, float((unit.windows * unit.most).max()) * samples.units[name].tokens)
         microbatch = longest_first(share, np.ones(num_microbatches))
         return self.apart(loads(share, microbatch, num_microbatches))[microbatch]
 

@@ -104,11 +104,12 @@ def _held(
         in_flight = _in_flight(configuration, unit.name, np.stack([lane.kept for lane in of_lanes]))
         in_flight = np.minimum(in_flight, configuration.num_microbatches)  # windows may be wider
         waiting = np.zeros_like(in_flight)
-        if setting.splits and with_activations:
+        if setting.splits:
             in_flight, waiting = _with_waiting(in_flight, np.stack([lane.splits for lane in of_lanes]))
         each = [lane.kept if with_activations else lane.handed_on for lane in of_lanes]
         held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches) + in_flight * np.stack(each)
-        held[unit.name] += waiting * np.stack([lane.deferred for lane in of_lanes])
+        if with_activations:
+            held[unit.name] += waiting * np.stack([lane.deferred for lane in of_lanes])
         running[unit.name] = np.stack([lane.running for lane in of_lanes])
     for row in range(len(layout.sizes)):  # of whose stages one runs at a time
         most = {name: np.where(of_unit == row, running[name], -1) for name, of_unit in rows.items()}

@@ -11,7 +11,7 @@ from resilient.planners.costs.cost_model import Curve, UnitCosts
 from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.stages.virtual_stages import by_row
-from resilient.templates.common.arrays import Floats, Ints
+from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.inputs.cluster import Cluster, Link
 
 
@@ -80,6 +80,28 @@ def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
     kept = np.split(np.array([layer.curves[index].activation_bytes for layer in unit.layers]), ends)
     found = [token_bytes(unit, spread, spread.cp, each[some]) for each, some in zip(kept, passed, strict=True)]
     return np.array(found)
+
+
+def splits(unit: UnitCosts, spread: Parallelism) -> Flags:
+    """Return which stages have a second part of their backward, where backwards are split. [num_stages]
+
+    One that trains does, but for layers that run again: these are differentiated at once, if something that came in
+    wants a gradient.
+    """
+    trained = by_stage(spread, [layer.trainable for layer in unit.layers]) > 0
+    wanted = np.array([unit.layers[first].input_gradient for first in spread.first_layers])
+    return trained & ~(wanted & (spread.recompute > 0))
+
+
+def deferred_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
+    """Return what each token keeps besides on a device of each stage between the parts of a backward. [num_stages]
+
+    Nothing where no input wants a gradient: all of the backward is in the second part.
+    """
+    index = unit.index(spread.tp, spread.cp)
+    each = by_stage(spread, [layer.curves[index].deferred_bytes * layer.trainable for layer in unit.layers])
+    wanted = np.array([unit.layers[first].input_gradient for first in spread.first_layers])
+    return each * (wanted & splits(unit, spread))
 
 
 def num_recomputed(spread: Parallelism, num_layers: int) -> int:

@@ -65,7 +65,7 @@ def passed(spread: Parallelism) -> int:
     return (2 * (spread.num_stages - 1) + (spread.pp - 1) * (spread.chunks - 1)) // spread.chunks + 1
 
 
-def room_parts(spread: Parallelism, kept: Floats, held: Ints) -> Floats:
+def room_parts(spread: Parallelism, own: Floats) -> Floats:
     """Return the part of a row's memory that each of its stages may fill. [num_stages]
 
     As they keep it where each holds as many microbatches as it ever does, which they do at different times: a row with
@@ -73,10 +73,8 @@ def room_parts(spread: Parallelism, kept: Floats, held: Ints) -> Floats:
 
     Args:
         spread: How the unit is spread.
-        kept: What a token keeps on each stage. [num_stages]
-        held: Microbatches that each holds. [num_stages]
+        own: What a token of each microbatch that each stage holds takes. [num_stages]
     """
-    own = kept * held
     of_row = np.tile(by_row(spread, own), spread.chunks)
     return np.divide(own, of_row, out=np.full(spread.num_stages, 1 / spread.chunks), where=own > 0)
 

@@ -86,7 +86,7 @@ def test_machine_that_is_cut_off_for_good_costs_a_step_and_ends(
     assert "cannot be reached from here; mend the network between, or stop it" in told
     own, other = network.address(1), json.loads((tmp_path / "run" / "job.json").read_text())["address"]
     link = rf"the link {own} -> {other}: last heard \d+ s ago, .*: the way {cut.format(own=own, other=other)}"
-    assert re.search(rf"node 1: no coordinator answers \(.*; {link}.*\); trains on, for 5 s", told), told
+    assert re.search(rf"node 1: no coordinator answers \(.*; {link}.*\); goes on without one, for 5 s", told), told
     assert re.search(rf"before another takes over; {link}", told), told
     assert lost["nodes"] == [1]
     check_recovered(run, reference)

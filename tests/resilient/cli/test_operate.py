@@ -77,10 +77,10 @@ def test_of_many_nodes_those_that_train_are_counted(tmp_path: Path, monkeypatch:
 def test_job_that_waits_for_its_nodes_has_no_generation(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         lines = (await _said("status", "--run", str(tmp_path)))[1].splitlines()
-        assert lines == ["starting: step 0, loss none yet", "no generation yet: 0 nodes"]
+        assert lines == ["starting: step 0, loss none yet", "no generation yet: 0 nodes, 2 are needed"]
         await served.connect()
         lines = (await _said("status", "--run", str(tmp_path)))[1].splitlines()
-        assert lines[1] == "no generation yet: 1 node (1 getting ready)"
+        assert lines[1] == "no generation yet: 1 node (1 getting ready), 2 are needed"
 
     with_coordinator(tmp_path, scenario)
 

@@ -21,7 +21,7 @@ DEGREES = ((1, 1), (1, 2), (1, 4), (2, 1))
 
 
 def unit(name: str, num_layers: int, linear: float, attention: float) -> UnitCosts:
-    """Equal layers of 16 kB and 100 bytes per token, whose ring takes a tenth of a token's time."""
+    """Equal layers of 16 kB and 100 bytes per token, 30 more while gradients wait; rings take a tenth of their time."""
     curves = tuple(
         LayerCurves(
             forward=Curve(
@@ -32,6 +32,7 @@ def unit(name: str, num_layers: int, linear: float, attention: float) -> UnitCos
             backward_input=Curve(linear=linear / (tp * cp)),
             backward_weight=Curve(linear=linear / (tp * cp)),
             activation_bytes=100.0 / (tp * cp),
+            deferred_bytes=30.0 / (tp * cp),
         )
         for tp, cp in DEGREES
     )

@@ -169,13 +169,7 @@ def test_planned_memory_is_what_is_allocated(
     of_rows = [sum(stage.memory_bytes for stage in row) for row in template.rows]
     allocated = most_allocated(plan, setting, measured, tmp_path)
     assert of_rows[0] == pytest.approx(allocated, rel=0.1)
-    # planners compare what they simulate: cells of a step
-    batch = samples[: job.global_batch]
-    replicas = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.shard
-    assignment = InOrder().assign(setting, configuration, batch, replicas)
-    assert evaluate(setting, configuration, assignment, batch, replicas).peak_bytes == pytest.approx(
-        max(of_rows), rel=0.1
-    )
+    assert simulated_peak(setting, configuration, samples[: job.global_batch]) == pytest.approx(max(of_rows), rel=0.1)
 
 
 @pytest.mark.parametrize("row", range(5))
@@ -188,11 +182,21 @@ def test_planned_memory_of_split_backwards_is_what_is_allocated(
         costs=costs, cluster=Cluster(devices_per_node=1), num_nodes=5, global_batch=job.global_batch,
         microbatch=job.microbatch, num_pipelines=1, splits=True,
     )  # fmt: skip
-    template = template_of(setting, Configuration(units=spread(llm=(2, 2, 2)), num_microbatches=4), samples)
+    configuration = Configuration(units=spread(llm=(2, 2, 2)), num_microbatches=4)
+    template = template_of(setting, configuration, samples)
     pipeline = Pipeline(template=template, nodes=tuple(range(5)), num_microbatches=4)
     plan = Plan(pipelines=(pipeline,), schedule_kind=ScheduleKind.ZB_H1)
     held = sum(stage.memory_bytes for stage in template.rows[row])
     assert held == pytest.approx(most_allocated(plan, setting, measured, tmp_path, row), rel=0.1)
+    most = max(sum(stage.memory_bytes for stage in each) for each in template.rows)
+    assert simulated_peak(setting, configuration, samples[: job.global_batch]) == pytest.approx(most, rel=0.1)
+
+
+def simulated_peak(setting: Setting, configuration: Configuration, batch: SampleTable) -> int:
+    """What planners compare: cells of a step."""
+    replicas = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.shard
+    assignment = InOrder().assign(setting, configuration, batch, replicas)
+    return evaluate(setting, configuration, assignment, batch, replicas).peak_bytes
 
 
 def most_allocated(

@@ -212,8 +212,9 @@ def test_groups_run_side_by_side_and_the_longest_decides(tokens: list[int], long
 
 
 def test_curves_between_profiled_degrees_divide_work_exactly() -> None:
-    assert curves_at(unit("llm", [6.0]), 0, 1, 3)[0].linear == pytest.approx(2.0)
-    assert curves_at(unit("llm", [8.0]), 0, 1, 8)[0].linear == pytest.approx(1.0)
+    for work, cp, expected in ((6.0, 3, 2.0), (8.0, 8, 1.0)):
+        one = unit("llm", [work])
+        assert curves_at(one, one.layers[0], 1, cp).forward.linear == pytest.approx(expected)
 
 
 def test_variability_counts_the_microbatches_of_all_replicas() -> None:

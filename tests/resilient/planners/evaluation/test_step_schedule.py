@@ -78,7 +78,12 @@ def _step(
         inter_node=Link(latency_ms=0.5, bytes_per_s=1e6),
     )
     setting = Setting(
-        costs=costs.frozen(some), cluster=slow, num_nodes=int(rng.integers(1, 9)), global_batch=8, microbatch=1
+        costs=costs.frozen(some),
+        cluster=slow,
+        num_nodes=int(rng.integers(1, 9)),
+        global_batch=8,
+        microbatch=1,
+        splits=bool(rng.integers(0, 2)),
     )
     replicas = [
         Replica(num_microbatches=int(rng.integers(1, 5)), speed=float(rng.choice([1.0, 0.5]))) for _ in range(2)
@@ -146,7 +151,8 @@ def test_any_answer_is_a_valid_schedule_of_whole_samples(encoders: Encoders, col
     validate(step.schedule)
     graph, cells = step.schedule.graph, _dealt(setting, configuration, assignment, batch)
     assert {(*lane.name, cell) for lane in graph.lanes for cell in lane.cells} == set(cells)
-    forward, backward = np.asarray(step.costs.forward_ms), np.asarray(step.costs.backward_input_ms)
+    forward, later = np.asarray(step.costs.forward_ms), np.asarray(step.costs.backward_weight_ms)
+    backward = np.asarray(step.costs.backward_input_ms) + later
     speed = {
         (name, lane, cell): replicas[int(assignment.units[name].replica[own[0]])].speed
         for (name, lane, cell), own in cells.items()
@@ -161,6 +167,9 @@ def test_any_answer_is_a_valid_schedule_of_whole_samples(encoders: Encoders, col
             layers = unit.layers[sum(spread.stage_layers[:stage]) : sum(spread.stage_layers[: stage + 1])]
             one = sum((layer.curves[0].forward for layer in layers), Curve())
             other = sum((layer.backward(0) for layer in layers), Curve())
+            trained = [layer.curves[0].backward_weight for layer in layers if layer.trainable]
+            # what nobody before the stage waits for is all in the second part
+            second = sum(trained, Curve()) if layers[0].input_gradient else other
             for cell in lane.cells:
                 at = (lane.name.unit, lane.name.number, cell)
                 parts = _apart(cells, at, names)
@@ -172,6 +181,8 @@ def test_any_answer_is_a_valid_schedule_of_whole_samples(encoders: Encoders, col
                 assert forward[number, cell].sum() == pytest.approx(sum(one.call_ms(*each) for each in sums) / rate)
                 told = [other.call_ms(*each) / rate for each in sums]
                 assert backward[number, cell, :count].tolist() == pytest.approx(told)
+                told = [second.call_ms(*each) / rate * setting.splits for each in sums]
+                assert later[number, cell, :count].tolist() == pytest.approx(told)
                 assert not backward[number, cell, count:].any()
 
 

@@ -62,14 +62,22 @@ SPREADS = st.builds(spread, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4
     memory=st.integers(100_000, 500_000),
     frozen=st.sampled_from([[], ["vision"], ["vision.0", "vision.1", "vision.2"]]),
     left=st.sampled_from([1.0, 1.0, 0.75, 0.5]),
+    splits=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_what_is_used_is_what_the_simulation_finds_and_fits_where_it_must(
-    configuration: Configuration, number: int, sigma: float, memory: int, frozen: list[str], left: float, seed: int
+    configuration: Configuration,
+    number: int,
+    sigma: float,
+    memory: int,
+    frozen: list[str],
+    left: float,
+    splits: bool,
+    seed: int,
 ) -> None:
     # Devices that are left hold the state of all.
     memory += int(96_000 * (1 / left - 1))
-    at = replace(setting(memory), costs=COSTS.frozen(frozen))
+    at = replace(setting(memory), costs=COSTS.frozen(frozen), splits=splits)
     batch = heavy(32, seed, sigma)
     replicas = [Replica(num_microbatches=number, speed=part, devices=part) for part in (1.0, left)]
     budgets = [budget for budget in MemoryBudget.of_each(at, configuration, replicas) if budget is not None]
