@@ -248,8 +248,8 @@ def planned(profile: ModelProfile, plan: Plan, row: int) -> int:
     costs = StageCosts(problem, stage.shard)
     (option,) = (index for index, each in enumerate(costs.options) if each[:2] == (stage.num_devices, stage.shard))
     again = stage.recomputed_layers > 0
-    held = costs.in_flight_of_stages(len(stages))[row]
-    made = costs.stage(stage.first_layer, stage.end_layer, option, 0, *held, checkpointing=again)
+    held = costs.held_of_stages(len(stages))[row]
+    made = costs.stage(stage.first_layer, stage.end_layer, option, 0, held, checkpointing=again)
     return made.memory_bytes
 
 

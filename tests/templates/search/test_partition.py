@@ -187,6 +187,21 @@ def test_memory_in_flight_depends_on_the_stages_that_follow() -> None:
     assert {stage.num_devices for stage in stages} == {1, 2, 4}
 
 
+def partly_frozen(problem: PlanningProblem, seed: int) -> PlanningProblem:
+    """Some layers are frozen: stages of these hold more the more stages follow, others may hold less."""
+    draw = random.Random(seed)
+    names = [each.name for each in problem.profile.layers if draw.random() < 0.4]
+    return replace(problem, profile=problem.profile.frozen(names))
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.SPLIT, ScheduleKind.ZB_H1, ScheduleKind.ZB_H2])
+@pytest.mark.parametrize("number", [4, 32])
+def test_memory_in_flight_depends_on_what_is_trained(kind: ScheduleKind, number: int) -> None:
+    problems = [replace(partly_frozen(tight_problem(seed), seed), schedule=kind) for seed in range(20)]
+    planned = [check_against_all(replace(problem, num_microbatches=number), 2) for problem in problems]
+    assert sum(templates is not None for templates in planned) > 5
+
+
 @pytest.mark.parametrize("kind", [ScheduleKind.ZB_H1, ScheduleKind.ZB_H2])
 def test_memory_in_flight_depends_on_the_number_of_stages(kind: ScheduleKind) -> None:
     problems = [replace(tight_problem(seed), schedule=kind) for seed in range(40)]
