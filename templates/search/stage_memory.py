@@ -50,10 +50,12 @@ class StageMemory:
         self.arriving = np.array(costs.arriving[option], dtype=np.int64)
         once = _AtOnce(costs, option)
         returned = handed_on * [*(layer.input_gradient for layer in layers), False]
-        kept = activations + handed_on - activations[:-1, None]
+        entered = np.array(costs.entered[option], dtype=np.int64)[:, None]  # the first layer's input is there anyway
+        kept = activations + handed_on - activations[:-1, None] + entered
         self.kept = _rising(kept)
         self.inputs = _rising(inputs + handed_on - inputs[:-1, None])
-        self.workspace = _rising(np.maximum(kept, once.of(activations[1:]) + returned - activations[:-1, None]))
+        newest = once.of(activations[1:]) + returned - activations[:-1, None] + entered
+        self.workspace = _rising(np.maximum(kept, newest))
         self.workspace -= self.kept
         self.largest = once.of(np.diff(activations))
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)

@@ -30,7 +30,7 @@ from resilient.templates.common.digests import content_digest
 ENCODER, PROJECTOR = "encoder", "projector"
 """What is frozen under these names: all encoders, without their projectors; and these."""
 
-COST_MODEL_VERSION = 1
+COST_MODEL_VERSION = 2
 """Of saved cost models: another when what is in them changes its meaning."""
 
 
@@ -116,6 +116,8 @@ class LayerCurves:
         backward_input: For the gradient of its input.
         backward_weight: For the gradient of its parameters.
         activation_bytes: Kept from forward to backward, per token.
+        entered_bytes: As of :class:`~resilient.templates.inputs.profile.LayerCost`, per token; likewise the next one.
+        given_bytes: Of what is handed on.
         deferred_bytes: Kept besides, per token, between the two parts of a backward.
         workspace_bytes: The most that a call uses at a time beside that, in bytes; what is not known is 0.
     """
@@ -124,6 +126,8 @@ class LayerCurves:
     backward_input: Curve
     backward_weight: Curve
     activation_bytes: float = 0.0
+    entered_bytes: float = 0.0
+    given_bytes: float = 0.0
     deferred_bytes: float = 0.0
     workspace_bytes: Curve = Curve()
 

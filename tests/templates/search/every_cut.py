@@ -20,7 +20,10 @@ from tests.templates.search.stage_bytes import StageBytes
 
 
 def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -> PlanningProblem:
-    """Make a job for exactly its ``min_pipeline_nodes`` nodes of one device, some with little memory or slow links."""
+    """Make a job for exactly its ``min_pipeline_nodes`` nodes of one device.
+
+    Some have little memory, slow links, or layers that are frozen: the first ones, or some among the others.
+    """
     num_nodes, num_chunks = draw.choice([(2, 2), (2, 3), (3, 2), (4, 2)])
     num_chunks = chunks_of(kind, num_chunks)
     num_layers = draw.randint(num_nodes * num_chunks + 1, most_layers)
@@ -33,9 +36,11 @@ def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -
         )
         for i in range(num_layers)
     )
-    profile = ModelProfile(layers=layers)
-    if draw.random() < 0.3:
+    profile, which = ModelProfile(layers=layers), draw.random()
+    if which < 0.3:
         profile = profile.frozen([f"l{i}" for i in range(draw.randint(1, num_layers // 2))])
+    elif which < 0.6:
+        profile = profile.frozen([f"l{i}" for i in range(num_layers) if draw.random() < 0.4])
     return PlanningProblem(
         profile=profile,
         num_microbatches=draw.randint(1, 12),

@@ -35,9 +35,8 @@ class StageBytes:
         self.arriving = self._arriving(first)
         self.held = self._held(first, end) + self.arriving + max(layer.read_bytes for layer in self._layers)
         self._of_layers = [layer.costs[q].workspace_bytes for layer in self._layers]
-        self._kept = [
-            max(layer.costs[q].activation_bytes, self._gradient(k)) for k, layer in enumerate(self._layers, start=first)
-        ]
+        self._kept = [self._of_layer(k, q, is_first=k == first or groups > 1) for k in range(first, end)]
+        of_largest = [self._of_layer(k, q, is_first=groups > 1) for k in range(first, end)]
         ends = range(1, len(self._layers) + 1)  # no stage holds less than one that ends before it
         self.handed_on = self._handed_on(ends[-1])
         self.each = max(sum(self._kept[:e]) + self._handed_on(e) for e in ends)
@@ -50,7 +49,7 @@ class StageBytes:
         self.waiting = max(self._waiting(e) for e in ends)
         trains = groups == 1 and any(layer.trainable for layer in self._layers)
         self.waiting_again = self.each_again if trains and not splits else 0
-        self.largest = max(kept + self._once(k, ends[-1]) for k, kept in enumerate(self._kept))
+        self.largest = max(kept + self._once(k, ends[-1]) for k, kept in enumerate(of_largest))
 
     def plain(self, before: int, waiting: int, *, splits: bool) -> int:
         """With activations kept."""
@@ -81,6 +80,15 @@ class StageBytes:
         Where nothing is differentiated: what its first layer is computed from.
         """
         return (self._entering(first) + (self._gradient(first) or self._passing(first))) * (first > 0)
+
+    def _of_layer(self, index: int, q: int, *, is_first: bool) -> int:
+        """What a layer keeps: with what enters if it is held for its gradient, else if one of two layers keeps it."""
+        own = self._profile.layers[index].costs[q]
+        entered = own.entered_bytes * self._profile.layers[index].input_gradient
+        if is_first:
+            return max(own.activation_bytes + entered, self._gradient(index))
+        before = self._profile.layers[index - 1].costs[q].given_bytes if index > 0 else 0
+        return own.activation_bytes + min(entered, before)
 
     def _entering(self, index: int) -> int:
         return -(-self._profile.layers[index].input_bytes // self._degree)

@@ -106,7 +106,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
                 backward_input_ms=ms / degree,
                 backward_weight_ms=draw(times),
                 activation_bytes=activations // draw(st.sampled_from([1, degree])),
-                deferred_bytes=draw(sizes),
+                **{name: draw(sizes) for name in ("entered_bytes", "given_bytes", "deferred_bytes")},
             )
             for degree in degrees
         )
