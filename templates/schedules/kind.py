@@ -86,7 +86,7 @@ def rows_of_stages(kind: ScheduleKind, num_rows: int, num_chunks: int) -> tuple[
     return down + down[::-1] if kind is ScheduleKind.ZB_V and num_chunks == 2 else down * num_chunks
 
 
-def most_held(kind: ScheduleKind, num_rows: int, row: int, num_microbatches: int) -> tuple[Held, ...]:
+def held_counts(kind: ScheduleKind, num_rows: int, row: int, num_microbatches: int) -> tuple[Held, ...]:
     """Return what a row's memory must hold: its counts at the moments at one of which it holds most.
 
     1f1b, split-1f1b and eager-1f1b may count more microbatches than there are; eager-1f1b keeps to what the memory

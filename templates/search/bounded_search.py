@@ -195,14 +195,12 @@ def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
                 continue
             after = labels[rest * (num_layers + 1) : (rest + 1) * (num_layers + 1)]
             few, many = band[rest, 2] + 1, band[rest, 3] + 1
-            kept = np.maximum(ends[0, q, :, few], ends[0, q, :, many])
-            fitting = np.maximum(ends[1, q, :, few], ends[1, q, :, many])
             earliest, latest = band[rest, 0], band[rest, 1]
             for again in range(2):
                 before, until, farthest = sums[again, 0, q], sums[again, first, q], reach[again, into, q]
                 for i in range(band[e, 0], band[e, 1] + 1):
-                    fit = fitting[i]
-                    free = max(kept[i], min(fit, next_backward[i]))
+                    fit = max(ends[1, q, i, few], ends[1, q, i, many])
+                    free = max(ends[0, q, i, few], ends[0, q, i, many], min(fit, next_backward[i]))
                     begin, end = i + 1, min(free, latest)
                     if again:
                         begin, end = max(begin, free + 1), min(fit, latest)

@@ -14,7 +14,7 @@ gradients that the microbatch leaves at parameters that is differentiated where 
 what a sharded stage has gathered for it (:mod:`resilient.templates.search.layer_costs`). The activations of the
 microbatch that is differentiated are those up to that layer: others may use more then than the last one does, before
 it. How many rounds are in flight before their backward, or its first half, is over, and how many wait for the second,
-follows from the schedule (:func:`resilient.templates.schedules.kind.most_held`) of a pipeline that has enough
+follows from the schedule (:func:`resilient.templates.schedules.kind.held_counts`) of a pipeline that has enough
 microbatches, so that a template holds whatever its share becomes. Between the halves activations stay, with what was
 sent and the gradients put off, but not the gradient that came back: it has been used. Stages of frozen layers have no
 second half, nor have those whose layers run again; stages whose input wants no gradient have no first one, and keep all
@@ -38,7 +38,7 @@ import numpy as np
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import SPLIT_KINDS, Held, ScheduleKind, most_held
+from resilient.templates.schedules.kind import SPLIT_KINDS, Held, ScheduleKind, held_counts
 from resilient.templates.search.layer_costs import LayerCosts
 from resilient.templates.search.stage_memory import StageMemory
 from resilient.templates.search.stage_reach import HeldRounds, StageReach, falls
@@ -157,6 +157,7 @@ class StageCosts:
             self._next_backward[i] = i if runs else self._next_backward[i + 1]
         self._memory = [StageMemory(problem, costs, index) for index in range(len(self.options))]
         self._reach = StageReach(problem, self._memory)
+        self._held_rounds: dict[int, HeldRounds] = {}
 
     @property
     def fewest_per_node(self) -> int:
@@ -176,8 +177,12 @@ class StageCosts:
         """
         if self.problem.cluster.memory_bytes is None:
             return None
-        of_stages, deeper = self.held_of_stages(num_stages)[::-1], range(num_stages + 1, self.num_layers + 1)
-        return of_stages + tuple(self._held(number, 0) for number in deeper)
+        if num_stages not in self._held_rounds:  # asked for with every bound
+            deeper = (self._held(number, 0) for number in range(num_stages + 1, self.num_layers + 1))
+            held = (*self.held_of_stages(num_stages)[::-1], *deeper)
+            known = self._held_rounds.values()
+            self._held_rounds[num_stages] = next((each for each in known if each == held), held)
+        return self._held_rounds[num_stages]
 
     def held_of_stages(self, num_stages: int) -> HeldRounds:
         """Return what each stage of a pipeline of so many must hold, from the first one on."""
@@ -185,7 +190,7 @@ class StageCosts:
 
     def _held(self, num_stages: int, row: int) -> tuple[Held, ...]:
         most_rounds = -(-self.problem.most_microbatches // self.round_size)
-        return most_held(self.problem.schedule, num_stages, row, most_rounds)
+        return held_counts(self.problem.schedule, num_stages, row, most_rounds)
 
     def tables(self, *, with_sync: bool, held: HeldRounds | None) -> Tables:
         """Return the costs for the search.
