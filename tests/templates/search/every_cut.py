@@ -19,10 +19,12 @@ from tests.templates.search.exhaustive import gradient_sum_ms
 from tests.templates.search.stage_bytes import StageBytes
 
 
-def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -> PlanningProblem:
+def uneven_job(
+    draw: random.Random, kind: ScheduleKind, most_layers: int = 11, *, partly_frozen: bool = False
+) -> PlanningProblem:
     """Make a job for exactly its ``min_pipeline_nodes`` nodes of one device.
 
-    Some have little memory, slow links, or layers that are frozen: the first ones, or some among the others.
+    Some have little memory, slow links, or frozen first layers; with ``partly_frozen`` all have some among the others.
     """
     num_nodes, num_chunks = draw.choice([(2, 2), (2, 3), (3, 2), (4, 2)])
     num_chunks = chunks_of(kind, num_chunks)
@@ -36,11 +38,11 @@ def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -
         )
         for i in range(num_layers)
     )
-    profile, which = ModelProfile(layers=layers), draw.random()
-    if which < 0.3:
-        profile = profile.frozen([f"l{i}" for i in range(draw.randint(1, num_layers // 2))])
-    elif which < 0.6:
+    profile = ModelProfile(layers=layers)
+    if partly_frozen:
         profile = profile.frozen([f"l{i}" for i in range(num_layers) if draw.random() < 0.4])
+    elif draw.random() < 0.3:
+        profile = profile.frozen([f"l{i}" for i in range(draw.randint(1, num_layers // 2))])
     return PlanningProblem(
         profile=profile,
         num_microbatches=draw.randint(1, 12),
