@@ -68,7 +68,8 @@ def differentiate_inputs(
         parameters: Leaves whose gradients are computed in the second part.
 
     Returns:
-        The gradients of ``inputs``, None where nothing arrives, and the second part.
+        The gradients of ``inputs``, None where nothing arrives, and the second part. Where that needs nothing of the
+        graph, the graph is free.
     """
     if not inputs:
         return (), Deferred([_Piece(outputs, gradients, parameters)] if outputs and parameters else [])
@@ -77,7 +78,8 @@ def differentiate_inputs(
     anchored, several = _anchors(outputs, inputs, parameters)
     arrived: dict[Node, _Arrived] = {}
     handles = [node.register_prehook(partial(_note, arrived, node)) for node in anchored if node is not None]
-    found = torch.autograd.grad(outputs, [*inputs, *several], gradients, retain_graph=True, allow_unused=True)
+    keeps_graph = bool(anchored)
+    found = torch.autograd.grad(outputs, [*inputs, *several], gradients, retain_graph=keeps_graph, allow_unused=True)
     for handle in handles:
         handle.remove()
     ready = zip(several, found[len(inputs) :], strict=True)
@@ -89,7 +91,7 @@ def differentiate_inputs(
         there = {number: grad for number, grad in enumerate(arrived.get(node, ())) if grad is not None}
         if there:
             pieces.append(_Piece([GradientEdge(node, number) for number in there], list(there.values()), hanging))
-    return found[: len(inputs)], Deferred(pieces, outputs)
+    return found[: len(inputs)], Deferred(pieces, outputs if keeps_graph else ())
 
 
 def _note(arrived: dict[Node, _Arrived], node: Node, gradients: _Arrived) -> None:

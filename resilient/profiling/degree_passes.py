@@ -15,7 +15,7 @@ from torch import nn
 from resilient.comm import LastOfSeveral
 from resilient.models.layer import Activations, Batch
 from resilient.models.tensor_parallel.devices import TensorDevices
-from resilient.profiling.layer_passes import LayerPass, PassTimes, Run, Timed, layout_bytes, take_times
+from resilient.profiling.layer_passes import LayerPass, PassSeen, PassTimes, Run, Timed, layout_bytes, take_times
 from resilient.runtime.job import Job
 from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
@@ -30,15 +30,13 @@ class DeviceCosts:
     """What a layer takes of a device beside its state and its gradients.
 
     Args:
-        activation_bytes: Of each microbatch, as of :class:`resilient.profiling.layer_passes.PassSeen`.
-        workspace_bytes: Of each, the most that is in use at a time beside them.
-        deferred_bytes: Of each, as of :class:`resilient.profiling.layer_passes.PassSeen`.
+        seen: What its inspection has shown, of each microbatch.
+        workspace_bytes: Of each, the most that is in use at a time beside what is kept.
         times: Of each microbatch, with the exchanges.
     """
 
-    activation_bytes: Sequence[int]
+    seen: Sequence[PassSeen]
     workspace_bytes: Sequence[int]
-    deferred_bytes: Sequence[int]
     times: Sequence[PassTimes]
 
 
@@ -103,12 +101,7 @@ class DegreePasses:
         workspace_bytes = [one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True)]
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         take_times(passes, seen, times, with_exchanges, trainable=trainable)
-        return DeviceCosts(
-            activation_bytes=[each.activation_bytes for each in seen],
-            workspace_bytes=workspace_bytes,
-            deferred_bytes=[each.deferred_bytes for each in seen],
-            times=times,
-        )
+        return DeviceCosts(seen=seen, workspace_bytes=workspace_bytes, times=times)
 
     def _state(self, name: str) -> LayerState:
         job, layout = self._job, self._layouts[name]

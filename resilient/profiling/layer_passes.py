@@ -40,8 +40,10 @@ class PassSeen:
     """What one layer does with microbatches of one shape.
 
     Args:
-        activation_bytes: Kept from forward to backward, with what entered and what is kept of the microbatch, but
+        activation_bytes: Kept from forward to backward, with what is kept of what entered and of the microbatch, but
             without what is handed on: that is the next layer's.
+        entered_bytes: Of what entered and wants a gradient, what is not kept.
+        given_bytes: Of what is handed on, what is kept.
         own_bytes: Of these what the layer made itself.
         deferred_bytes: Gradients that wait for the second part of a split backward, where that has a first one.
         input_bytes: Of what enters.
@@ -52,6 +54,8 @@ class PassSeen:
     """
 
     activation_bytes: int
+    entered_bytes: int
+    given_bytes: int
     own_bytes: int
     deferred_bytes: int
     input_bytes: int
@@ -189,10 +193,13 @@ class LayerPass:
         entered = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in self._received.values()}
         wanted = {_address(tensor) for tensor in self._received.values() if tensor.requires_grad}
         own = sum(kept[each] for each in kept.keys() - parameters - handed_on - read.keys() - entered.keys())
-        entered_bytes = sum(entered[each] for each in (kept.keys() & entered.keys() | wanted) - handed_on - read.keys())
+        unseen = wanted - kept.keys() - handed_on - read.keys()
+        kept_of_entered = sum(entered[each] for each in kept.keys() & entered.keys() - handed_on - read.keys())
         found, deferred = self._split_backward()
         seen = PassSeen(
-            activation_bytes=own + entered_bytes + sum(read[each] for each in kept.keys() & read.keys()),
+            activation_bytes=own + kept_of_entered + sum(read[each] for each in kept.keys() & read.keys()),
+            entered_bytes=sum(entered[each] for each in unseen),
+            given_bytes=sum(kept[each] for each in kept.keys() & handed_on - entered.keys() - read.keys()),
             own_bytes=own,
             deferred_bytes=deferred.num_bytes if found else 0,
             input_bytes=sum(map(_num_bytes, self._received.values())),

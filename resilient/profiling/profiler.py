@@ -43,7 +43,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 11
+PROFILER_VERSION = 12
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -188,12 +188,7 @@ def _measure_layer(
     loss.advance(index, module)
     for sample, one in zip(samples, passes, strict=True):
         sample.activations = one.sent()
-    alone = DeviceCosts(
-        activation_bytes=[each.activation_bytes for each in seen],
-        workspace_bytes=kind.workspace_bytes,
-        deferred_bytes=[each.deferred_bytes for each in seen],
-        times=kind.times,
-    )
+    alone = DeviceCosts(seen=seen, workspace_bytes=kind.workspace_bytes, times=kind.times)
     costs = (alone, *(each.advance(index, key) for each in divided))
     return _Measured(spec=spec, trainable=trainable, seen=seen, kind=kind, costs=costs)
 
@@ -238,9 +233,11 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
             forward_ms=mean([times.forward_ms for times in of.times]),
             backward_input_ms=backward_input_ms,
             backward_weight_ms=backward_ms - backward_input_ms,
-            activation_bytes=max(of.activation_bytes),
+            activation_bytes=max(seen.activation_bytes for seen in of.seen),
+            entered_bytes=max(seen.entered_bytes for seen in of.seen),
+            given_bytes=max(seen.given_bytes for seen in of.seen),
             workspace_bytes=max(of.workspace_bytes),
-            deferred_bytes=max(of.deferred_bytes),
+            deferred_bytes=max(seen.deferred_bytes for seen in of.seen),
         )
 
     parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)

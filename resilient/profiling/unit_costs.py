@@ -41,7 +41,7 @@ from resilient.runtime.steps.unit_graph import handed_over
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import ModelProfile
 
-UNIT_COSTS_VERSION = 6
+UNIT_COSTS_VERSION = 7
 """Of what is measured, and how; costs of another version are measured again."""
 
 _LEAST_MS = 1e-6
@@ -205,7 +205,7 @@ class _Measuring:
             for cell, sent in zip(cells, found.sent, strict=True):
                 cell.activations = sent
             index = self._job.model.layers.index(spec)
-            shared = [_device_curves(own, each.advance(index, kind)) for each in divided]
+            shared = [_curves(own, each.advance(index, kind)) for each in divided]
             layer_name = spec.name.removeprefix(f"{name}.")
             shares = tuple(owner.removeprefix(f"{name}.") for owner in _owners(spec))
             curves = (*found.layer.curves, *shared)
@@ -252,16 +252,12 @@ class _Measuring:
         times = [PassTimes() for _ in own]
         take_times(own, seen, times, self._timed, trainable=trainable)
         buffers.check()
-        largest = max(range(num_own), key=lambda number: cells[number].tokens)
         parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)
         workspaces = [one.workspace_bytes(each) for one, each in zip(own, seen, strict=True)]
-        kept, deferred = (
-            num_bytes / cells[largest].tokens
-            for num_bytes in (seen[largest].activation_bytes, seen[largest].deferred_bytes)
-        )
+        costs = DeviceCosts(seen=seen, workspace_bytes=workspaces, times=times)
         layer = UnitLayer(
             name=spec.name,
-            curves=(_curves(cells[:num_own], times, kept, deferred, workspaces),),
+            curves=(_curves(cells[:num_own], costs),),
             parameter_bytes=parameter_bytes,
             optimizer_bytes=optimizer_bytes,
             gradient_bytes=gradient_bytes,
@@ -278,19 +274,10 @@ def _owners(spec: LayerSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(owner for owner, _ in spec.tied.values()))
 
 
-def _device_curves(cells: Sequence[_Packed], costs: DeviceCosts) -> LayerCurves:
+def _curves(cells: Sequence[_Packed], costs: DeviceCosts) -> LayerCurves:
+    times, workspace_bytes = costs.times, costs.workspace_bytes
     largest = max(range(len(cells)), key=lambda number: cells[number].tokens)
-    kept, deferred = (each[largest] / cells[largest].tokens for each in (costs.activation_bytes, costs.deferred_bytes))
-    return _curves(cells, costs.times, kept, deferred, costs.workspace_bytes)
-
-
-def _curves(
-    cells: Sequence[_Packed],
-    times: Sequence[PassTimes],
-    activation_bytes: float,
-    deferred_bytes: float,
-    workspace_bytes: Sequence[int],
-) -> LayerCurves:
+    seen, of_largest = costs.seen[largest], cells[largest].tokens
     tokens, squares = ([getattr(cell, name) for cell in cells] for name in ("tokens", "squares"))
 
     def fit(times_ms: Sequence[float], relative_to: Sequence[float]) -> Curve:
@@ -308,8 +295,10 @@ def _curves(
         forward=fit(forward_ms, forward_ms),
         backward_input=fit(input_ms, backward_ms),
         backward_weight=fit(weight_ms, backward_ms),
-        activation_bytes=activation_bytes,
-        deferred_bytes=deferred_bytes,
+        activation_bytes=seen.activation_bytes / of_largest,
+        entered_bytes=seen.entered_bytes / of_largest,
+        given_bytes=seen.given_bytes / of_largest,
+        deferred_bytes=seen.deferred_bytes / of_largest,
         workspace_bytes=fit(workspace_bytes, workspace_bytes),
     )
 

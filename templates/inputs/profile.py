@@ -31,8 +31,12 @@ class LayerCost:
         forward_ms: Forward time, with the tensor-parallel communication.
         backward_input_ms: Backward time for the gradient of the layer's input.
         backward_weight_ms: Backward time for the gradient of the layer's parameters.
-        activation_bytes: What the forward keeps for the backward, on each device: with what entered, without what is
-            handed on.
+        activation_bytes: What the forward keeps for the backward, on each device: with what it keeps of what entered,
+            without what is handed on.
+        entered_bytes: Of what enters and wants a gradient, what it does not keep: a stage that begins with the layer
+            holds it all the same. What is not known is 0.
+        given_bytes: Of what is handed on, what it keeps: a stage holds that behind the layer, too, where the next one
+            does not keep it. What is not known is 0.
         workspace_bytes: The most that a forward or a backward uses at a time beside that; what is not known is 0.
         deferred_bytes: Gradients that wait where parameters are used, from a backward for the input until the one for
             the parameters, where a schedule runs them apart; what is not known is 0.
@@ -42,6 +46,8 @@ class LayerCost:
     backward_input_ms: float = 0.0
     backward_weight_ms: float = 0.0
     activation_bytes: int = 0
+    entered_bytes: int = 0
+    given_bytes: int = 0
     workspace_bytes: int = 0
     deferred_bytes: int = 0
 
@@ -51,6 +57,8 @@ class LayerCost:
             and 0 <= self.backward_input_ms < inf
             and 0 <= self.backward_weight_ms < inf
             and self.activation_bytes >= 0
+            and self.entered_bytes >= 0
+            and self.given_bytes >= 0
             and self.workspace_bytes >= 0
             and self.deferred_bytes >= 0
         ):
@@ -204,7 +212,10 @@ class ModelProfile:
                     f"got {len(layer.costs)}; profile the layer again"
                 )
             num_bytes += layer.state_bytes + layer.gradient_bytes + layer.input_bytes
-            num_bytes += max(cost.activation_bytes + cost.workspace_bytes + cost.deferred_bytes for cost in layer.costs)
+            num_bytes += max(
+                cost.activation_bytes + cost.entered_bytes + cost.workspace_bytes + cost.deferred_bytes
+                for cost in layer.costs
+            )
             for owner in layer.shares:
                 if owner not in names:
                     raise ValueError(
@@ -263,7 +274,8 @@ class ModelProfile:
                 layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=(), rows=())
                 layer = replace(layer, costs=tuple(replace(cost, deferred_bytes=0) for cost in layer.costs))
             if not trainable and not trained_before:
-                layer = replace(layer, costs=tuple(replace(cost, activation_bytes=0) for cost in layer.costs))
+                nothing = {"activation_bytes": 0, "entered_bytes": 0, "given_bytes": 0}
+                layer = replace(layer, costs=tuple(replace(cost, **nothing) for cost in layer.costs))
             layers.append(replace(layer, input_gradient=trained_before))
             trained_before = trained_before or trainable
         return replace(self, layers=tuple(layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from resilient.errors import ArgumentError
 
@@ -41,6 +42,19 @@ LATER_KINDS = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER, ScheduleKind.SPLIT)
 """Those that keep as many microbatches in flight as there are rows from each one on."""
 
 
+class Held(NamedTuple):
+    """Microbatches that a row holds at a moment.
+
+    Args:
+        before: Those in flight whose backward, or the first part of it where it is split, is not over; with the one
+            that is differentiated.
+        waiting: Those between the two parts of a split backward.
+    """
+
+    before: int
+    waiting: int
+
+
 def check_chunks(kind: ScheduleKind, num_chunks: int) -> None:
     """Check that rows of a kind can have so many stages.
 
@@ -72,41 +86,32 @@ def rows_of_stages(kind: ScheduleKind, num_rows: int, num_chunks: int) -> tuple[
     return down + down[::-1] if kind is ScheduleKind.ZB_V and num_chunks == 2 else down * num_chunks
 
 
-def most_in_flight(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return, per row, how many microbatches its memory must hold.
+def held_counts(kind: ScheduleKind, num_rows: int, row: int, num_microbatches: int) -> tuple[Held, ...]:
+    """Return what a row's memory must hold: its counts at the moments at one of which it holds most.
 
-    1f1b, split-1f1b and eager-1f1b may count more than there are; eager-1f1b keeps to what the memory holds beyond
-    1f1b's.
+    1f1b, split-1f1b and eager-1f1b may count more microbatches than there are; eager-1f1b keeps to what the memory
+    holds beyond 1f1b's.
 
     Args:
         kind: One that trains, with one stage per row.
         num_rows: Rows of the pipeline.
+        row: One of them.
         num_microbatches: The most that it can get.
 
     Raises:
         ValueError: The kind is another.
     """
-    each = {ScheduleKind.GPIPE: num_microbatches, ScheduleKind.ZB_H1: num_rows, ScheduleKind.ZB_H2: 2 * num_rows - 1}
-    if kind in each:
-        return (min(each[kind], num_microbatches),) * num_rows
+    following = num_rows - row
+    if kind is ScheduleKind.GPIPE:
+        return (Held(num_microbatches, 0),)
     if kind in LATER_KINDS:
-        return tuple(range(num_rows, 0, -1))
-    raise ValueError(f"kind must train with one stage per row, got {kind.value}; its memory is not counted here")
-
-
-def most_deferred(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return, per row, of how many microbatches gradients wait at most, between the parts of a split backward.
-
-    Those of one where a backward for weights follows its other half.
-
-    Args:
-        kind: One that trains, with one stage per row.
-        num_rows: Rows of the pipeline.
-        num_microbatches: The most that it can get.
-    """
-    each = {
-        ScheduleKind.SPLIT: lambda row: 1,
-        ScheduleKind.ZB_H1: lambda row: row + 1,
-        ScheduleKind.ZB_H2: lambda row: 2 * row + 1,
-    }.get(kind, lambda row: 0)
-    return tuple(min(each(row), num_microbatches) for row in range(num_rows))
+        return (Held(following, 0),)
+    most = {ScheduleKind.ZB_H1: Held(following, row), ScheduleKind.ZB_H2: Held(2 * following - 1, 2 * row)}.get(kind)
+    if most is None:
+        raise ValueError(f"kind must train with one stage per row, got {kind.value}; its memory is not counted here")
+    before, waiting = min(most.before, num_microbatches), min(most.waiting, num_microbatches - 1)
+    moments = (
+        Held(before, min(waiting, num_microbatches - before)),
+        Held(min(before, num_microbatches - waiting), waiting),
+    )
+    return moments[:1] if moments[0] == moments[1] else moments

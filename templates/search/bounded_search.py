@@ -4,10 +4,11 @@ A dynamic program over (devices left, layers left), from the end of the pipeline
 multiples of a node's devices, for every number of nodes. States that no template under the bound can pass are left out:
 the devices before must be able to reach the layer, those after to finish. Near the best bound few are left.
 
-How many microbatches a stage must hold depends on the number of stages after it: it is more the more these are, or
-where gradients wait between the halves of backwards, less. So a state has alternatives: another number of stages, or a
-shorter sum. Often they need not be told apart: the search first takes the number with which least is held, of all that
-the devices left allow, which cannot cost more than any template, and is done if what it finds holds what it has.
+How many microbatches a stage must hold depends on the number of stages after it: it is more the more these are; where
+backwards are split fewer of them wait between the halves then, which for some stages is less. So a state has
+alternatives: another number of stages, or a shorter sum. Often they need not be told apart: the search first takes for
+each stage the number with which it holds least, the fewest or the most that the devices left allow, which cannot cost
+more than any template, and is done if what it finds holds what it has.
 
 Ties: of the least sums the fewest stages; of those, stage by stage from the first, the one that takes longest, then the
 one with the most layers, then the fewest devices. 1F1B hides waiting best where slow stages come early.
@@ -70,11 +71,11 @@ class BoundedSearch:
     @property
     def is_exact(self) -> bool:
         """Whether templates with :attr:`least` hold what they have in flight, of as many stages as that is of."""
-        return bool((self._tables.lightest == self._tables.fewest).all())
+        return bool((self._tables.most == self._tables.fewest).all())
 
     @property
     def least(self) -> int:
-        """The label of the best template, where no more is in flight than the lightest stages would have."""
+        """The label of the best template, where each stage holds no more than with the best number of stages behind."""
         return NEVER if self._none else int(self._labels[self._whole])
 
     def fewest(self) -> int:
@@ -134,25 +135,25 @@ def _reach(tables: Tables, bound: int) -> CostTable:
 def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
     """Return, by devices left, what of a template under the bound can be there. [devices + 1, 4]
 
-    The first layer, the last layer, the fewest stages from there on, and the number of them with which a stage before
+    The first layer, the last layer, and the fewest and the most stages from there on, with one of which a stage before
     holds least. Messages are not counted, and a stage holds no more than one that begins earlier may, so that a later
     start always allows a later end.
     """
     sums, farthest, devices, counts = tables.sums, tables.farthest, tables.devices, tables.fewest
-    lightest, num_layers, size = tables.lightest, sums.shape[3] - 1, len(counts) - 1
+    most, num_layers, size = tables.most, sums.shape[3] - 1, len(counts) - 1
     band = np.empty((num_devices + 1, 4), dtype=np.int64)
     for e in range(num_devices + 1):
         band[e, 0] = num_layers + 1
         band[e, 1] = -1
         band[e, 2] = e // size * counts[size] + counts[e % size]
-        band[e, 3] = min(e // size * lightest[size] + lightest[e % size], num_layers - 1)
+        band[e, 3] = min(e // size * most[size] + most[e % size], num_layers - 1)
     band[num_devices, 1] = 0
     for e in range(num_devices, 0, -1):
         for q in range(len(devices)):
             rest = e - devices[q]
             if devices[q] <= (e - 1) % size + 1 and band[e, 1] >= 0 and band[rest, 2] < num_layers:
                 i = j = min(band[e, 1], num_layers - 1)
-                fitting = farthest[q, i, band[rest, 3] + 1]
+                fitting = max(farthest[q, i, band[rest, 2] + 1], farthest[q, i, band[rest, 3] + 1])
                 while j < fitting and sums[0, 0, q, j + 1] <= sums[0, 0, q, i] + bound:
                     j += 1
                 band[rest, 1] = max(band[rest, 1], j)
@@ -163,7 +164,7 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
             if devices[q] <= (e - 1) % size + 1 and band[rest, 0] <= num_layers and band[rest, 2] < num_layers:
                 i = j = band[rest, 0]
                 while i > 0 and sums[0, 0, q, i - 1] >= sums[0, 0, q, j] - bound:
-                    if farthest[q, i - 1, band[rest, 3] + 1] < j:
+                    if max(farthest[q, i - 1, band[rest, 2] + 1], farthest[q, i - 1, band[rest, 3] + 1]) < j:
                         break
                     i -= 1
                 band[e, 0] = min(band[e, 0], i)
@@ -177,7 +178,7 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
 def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
     """Return the label of each state, ``devices left * (L + 1) + layer``, with its least sum.
 
-    No more is in flight than where the stages for the devices left are the lightest. States outside the band have no
+    Each stage holds no more than with the best number of stages for the devices left. States outside the band have no
     label.
     """
     sums, send, ends, devices = tables.sums, tables.send, tables.ends, tables.devices
@@ -193,13 +194,13 @@ def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
             if devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                 continue
             after = labels[rest * (num_layers + 1) : (rest + 1) * (num_layers + 1)]
-            kept, fitting = ends[0, q, :, band[rest, 3] + 1], ends[1, q, :, band[rest, 3] + 1]
+            few, many = band[rest, 2] + 1, band[rest, 3] + 1
             earliest, latest = band[rest, 0], band[rest, 1]
             for again in range(2):
                 before, until, farthest = sums[again, 0, q], sums[again, first, q], reach[again, into, q]
                 for i in range(band[e, 0], band[e, 1] + 1):
-                    fit = fitting[i]
-                    free = max(kept[i], min(fit, next_backward[i]))
+                    fit = max(ends[1, q, i, few], ends[1, q, i, many])
+                    free = max(ends[0, q, i, few], ends[0, q, i, many], min(fit, next_backward[i]))
                     begin, end = i + 1, min(free, latest)
                     if again:
                         begin, end = max(begin, free + 1), min(fit, latest)
@@ -216,14 +217,14 @@ def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[
     """Return the labels of all states: by number of stages, those with a shorter sum than any with fewer stages.
 
     State k has ``labels[start[k] : start[k + 1]]``. A stage has in flight what its number of stages says. Where stages
-    before hold less the more there are, each number of stages has its label.
+    before may hold less the more there are, each number of stages has its label.
     """
     sums, send, ends, devices = tables.sums, tables.send, tables.ends, tables.devices
     next_backward = tables.next_backward
     num_layers, num_devices, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
     start = np.zeros((num_devices + 1) * (num_layers + 1) + 1, dtype=np.int64)
     labels = np.zeros(len(start), dtype=np.int64)
-    least, all_numbers = np.full(num_layers + 1, NEVER), (tables.lightest != tables.fewest).any()
+    least, all_numbers = np.full(num_layers + 1, NEVER), (tables.most != tables.fewest).any()
     start[num_layers + 1] = count = 1
     for e in range(1, num_devices + 1):
         into, first = int(e % size == 0), int(e == num_devices)
@@ -234,7 +235,8 @@ def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[
                 outside = i < band[e, 0] or i > band[e, 1]
                 if outside or devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                     continue
-                end = min(reach[0, into, q, i], min(ends[1, q, i, band[rest, 3] + 1], band[rest, 1]))
+                few, many = band[rest, 2] + 1, band[rest, 3] + 1
+                end = min(reach[0, into, q, i], max(ends[1, q, i, few], ends[1, q, i, many]), band[rest, 1])
                 for j in range(max(i + 1, band[rest, 0]), end + 1):
                     state = rest * (num_layers + 1) + j
                     for k in range(start[state], start[state + 1]):
@@ -295,9 +297,10 @@ def _stages(
             rest = e - devices[q]
             if devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                 continue
-            in_flight = label & COUNT if by_stages else band[rest, 3] + 1
-            for j in range(max(i + 1, band[rest, 0]), min(ends[1, q, i, in_flight], band[rest, 1]) + 1):
-                again = int(j > max(ends[0, q, i, in_flight], next_backward[i]))
+            few, many = (label & COUNT, label & COUNT) if by_stages else (band[rest, 2] + 1, band[rest, 3] + 1)
+            kept, fitting = max(ends[0, q, i, few], ends[0, q, i, many]), max(ends[1, q, i, few], ends[1, q, i, many])
+            for j in range(max(i + 1, band[rest, 0]), min(fitting, band[rest, 1]) + 1):
+                again = int(j > max(kept, next_backward[i]))
                 if j > reach[again, into, q, i]:
                     break
                 time = sums[again, 0, q, j] - sums[again, 0, q, i] + send[into, q, i]

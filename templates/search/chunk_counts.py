@@ -1,7 +1,8 @@
 """How many microbatches of each of its stages a row holds at a time, where it has several.
 
 Stages of a row do not hold their most at the same time. So what a row holds is known by *counts*: of each chunk how
-many microbatches are in flight, and of how many of these gradients wait between the parts of their backward. What a row
+many microbatches are in flight before their backward, or the first part of it, is over, and how many wait between the
+parts. What a row
 holds at most is what it does at one of the moments at which it has more of something than any other, and than any two
 others on average, however these are weighted.
 
@@ -30,9 +31,10 @@ _SEEN = 3
 
 @cache
 def chunk_counts(kind: ScheduleKind, num_rows: int, num_chunks: int, fewest: int, most: int) -> Ints:
-    """Return the counts of each row, those in flight and those of them that wait. [rows, moments, chunks, 2]
+    """Return the counts of each row, those before and those that wait. [rows, moments, chunks, 2]
 
-    Rows with fewer moments than others have some several times.
+    Those while backwards for weights run are left out: right before, when the gradients were made that they use and the
+    one that came back was still there, no less was held. Rows with fewer moments than others have some several times.
 
     Args:
         kind: One of ``CHUNK_KINDS``.
@@ -62,8 +64,9 @@ def _there_and_back(num_rows: int, num_microbatches: int) -> Ints:
         begun, halfway, ended = (
             np.cumsum((op == each) & is_chunk, axis=0) for each in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
         )
-        ended[1:], ended[0] = ended[:-1].copy(), 0  # while an action runs
-        counts.append(np.stack([begun - ended, halfway - ended], axis=-1))
+        for over in (halfway, ended):
+            over[1:], over[0] = over[:-1].copy(), 0  # while an action runs
+        counts.append(np.stack([begun - halfway, halfway - ended], axis=-1)[codes[:, 0] != Op.BACKWARD_WEIGHT])
     return np.stack(counts)
 
 
@@ -88,7 +91,7 @@ def _interleaved(kind: ScheduleKind, num_rows: int, num_chunks: int, groups: tup
     """Return the counts of rows that go through groups of some sizes. [rows, moments, chunks, 2]
 
     In turn i a row has done ``i + warmup + 1`` forwards, ``i`` backwards and, where they are apart, ``i - row`` of
-    those for weights.
+    those for weights: it runs one more backward.
     """
     splits = kind is ScheduleKind.INTERLEAVED_ZB
     row, sizes, total = np.arange(num_rows)[:, None], np.array(groups), sum(groups) * num_chunks
@@ -96,9 +99,7 @@ def _interleaved(kind: ScheduleKind, num_rows: int, num_chunks: int, groups: tup
     lag = row if splits else 0
     begins = num_chunks * (np.cumsum(sizes) - sizes)
     bounds = np.append((begins[:, None] + np.arange(num_chunks) * sizes[:, None]).ravel(), total)
-    turns = np.concatenate(
-        [bounds - np.minimum(warmup, total) - 1, bounds - 1 + row * 0, bounds + lag + row * 0], axis=1
-    )
+    turns = np.concatenate([bounds - np.minimum(warmup, total) - 1, bounds + row * 0, bounds + lag + row * 0], axis=1)
     turns = np.clip(turns, 0, total - 1)
 
     def done(actions: Ints) -> Ints:
@@ -108,9 +109,9 @@ def _interleaved(kind: ScheduleKind, num_rows: int, num_chunks: int, groups: tup
         return (begins[group] // num_chunks)[..., None] + np.clip(rest, 0, sizes[group][..., None])
 
     ended = done(np.maximum(turns - lag, 0))[..., ::-1]
-    in_flight = done(np.minimum(turns + warmup + 1, total)) - ended
-    waiting = (done(turns + 1)[..., ::-1] - ended) * splits
-    return np.stack([in_flight, waiting], axis=-1)
+    halfway = done(turns)[..., ::-1]
+    before = done(np.minimum(turns + warmup + 1, total)) - halfway
+    return np.stack([before, halfway - ended], axis=-1)
 
 
 def _most(counts: Ints) -> Ints:

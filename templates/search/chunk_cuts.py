@@ -25,13 +25,14 @@ class Room(NamedTuple):
     """The rows that chunks are cut for.
 
     Args:
-        stages: Bytes of layers i .. j - 1, as the costs have them: what is there once, of each microbatch in flight, of
-            each whose gradients wait, and what is used besides; with checkpoints of each and besides. [L, L + 1, 6]
+        stages: Bytes of layers i .. j - 1, as the costs have them: what is there once, of each microbatch before its
+            backward or the first part of it is over, of each that waits between the parts, and what is used besides;
+            with checkpoints of each of these, and besides. [L, L + 1, 7]
         source: Where messages before the rows' stages come from, as the first dimension of the costs' ``send``.
             [chunks, rows]
-        moments: At each moment the microbatches in flight of the last of the chunks and those of them whose gradients
-            wait, the same of the first one of two, and bytes of the rows' other stages with activations kept and with
-            checkpoints. [rows, moments, 6]
+        moments: At each moment the microbatches of the last of the chunks before and between the parts of their
+            backward, the same of the first one of two, and bytes of the rows' other stages with activations kept and
+            with checkpoints. [rows, moments, 6]
         others: What these take: time with activations kept and with checkpoints, in nanoseconds, and the bytes that one
             of them uses besides with both. [rows, 4]
         time: Most nanoseconds of a row.
@@ -125,18 +126,21 @@ def _fits(
         j: One past its last one.
     """
     # numbers, and no views: what a call takes counts here
-    held, kept, waiting, inputs = stages[i, j, 0], stages[i, j, 1], stages[i, j, 2], stages[i, j, 4]
-    used, largest = max(others[row, 2], stages[i, j, 3]), max(others[row, 3], stages[i, j, 5])
-    kept_begun = waiting_begun = inputs_begun = most = most_again = 0
+    held, kept, waiting = stages[i, j, 0], stages[i, j, 1], stages[i, j, 2]
+    inputs, inputs_waiting = stages[i, j, 4], stages[i, j, 5]
+    used, largest = max(others[row, 2], stages[i, j, 3]), max(others[row, 3], stages[i, j, 6])
+    kept_begun = waiting_begun = inputs_begun = inputs_waiting_begun = most = most_again = 0
     if first < end:
         held += stages[first, end, 0]
-        used, largest = max(used, stages[first, end, 3]), max(largest, stages[first, end, 5])
-        kept_begun, waiting_begun, inputs_begun = stages[first, end, 1], stages[first, end, 2], stages[first, end, 4]
+        used, largest = max(used, stages[first, end, 3]), max(largest, stages[first, end, 6])
+        kept_begun, waiting_begun = stages[first, end, 1], stages[first, end, 2]
+        inputs_begun, inputs_waiting_begun = stages[first, end, 4], stages[first, end, 5]
     for at in range(moments.shape[1]):
         moving = moments[row, at, 0] * kept + moments[row, at, 1] * waiting
         moving += moments[row, at, 2] * kept_begun + moments[row, at, 3] * waiting_begun
         most = max(most, moments[row, at, 4] + moving)
-        moving = moments[row, at, 0] * inputs + moments[row, at, 2] * inputs_begun
+        moving = moments[row, at, 0] * inputs + moments[row, at, 1] * inputs_waiting
+        moving += moments[row, at, 2] * inputs_begun + moments[row, at, 3] * inputs_waiting_begun
         most_again = max(most_again, moments[row, at, 5] + moving)
     if held + most + used <= memory:
         return 0

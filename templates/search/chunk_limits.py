@@ -45,10 +45,11 @@ def bytes_at_moments(costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, bou
         ``[..., chunks, rows, 2]``: of a row's stages one does at a time.
     """
     first, end = bounds[..., stage_at], bounds[..., stage_at + 1]
-    in_flight, waiting = counts[..., 0], counts[..., 1]
     held = costs.held[first, end][..., None] - passed_within(costs, counts, stage_at, bounds)
-    plain = held + in_flight * costs.kept[first, end][..., None] + waiting * costs.deferred[first, end][..., None]
-    again = held + in_flight * costs.inputs[first, end][..., None]
+    plain, again = (
+        held + counts[..., 0] * kept[first, end][..., None] + counts[..., 1] * waiting[first, end][..., None]
+        for kept, waiting in ((costs.kept, costs.waiting), (costs.inputs, costs.waiting_inputs))
+    )
     once = np.stack([costs.workspace[first, end], costs.largest[first, end]], axis=-1)
     return np.stack([plain, again], axis=-1), once
 
@@ -56,8 +57,9 @@ def bytes_at_moments(costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, bou
 def passed_within(costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, bounds: ChunkTable) -> Ints:
     """Return what tables of stages have that rows do not hold, as they hand on to themselves.
 
-    The later stage keeps what the earlier one hands on, and nothing comes in or goes back. Under zb-v the last row does
-    so, where the way turns back. Arguments as of :func:`bytes_at_moments`. [..., chunks, rows, moments]
+    The later stage keeps what the earlier one hands on, and nothing comes in or goes back; it need not keep it any more
+    of microbatches between the parts of their backward through the earlier one. Under zb-v the last row does so, where
+    the way turns back. Arguments as of :func:`bytes_at_moments`. [..., chunks, rows, moments]
     """
     within = np.zeros((*bounds.shape[:-1], *counts.shape[:-1]), dtype=np.int64)
     for chunk, row in zip(*np.nonzero(np.diff(stage_at, axis=0) == 1), strict=True):
@@ -77,8 +79,8 @@ class ChunkCuts:
 
     Args:
         costs: Of stages.
-        counts: Microbatches that the rows keep of each chunk at each of some moments: those in flight, and those of
-            them whose gradients wait. [chunks, rows, moments, 2]
+        counts: Microbatches that the rows keep of each chunk at each of some moments: those whose backward, or the
+            first part of it, is not over, and those that wait between the parts. [chunks, rows, moments, 2]
         stage_at: The stages of chunks and rows. [chunks, rows]
         row_of: The row of each stage. [stages]
         source: Where the messages before each stage come from, as the first dimension of the costs' ``send``. [stages]
@@ -93,8 +95,8 @@ class ChunkCuts:
         self.counts, self.stage_at, self.row_of, self.source = counts, stage_at, row_of, source
         self.num_chunks, self.num_rows = stage_at.shape
         self.is_short = len(costs.work) <= _SHORT
-        tables = (costs.held, costs.kept, costs.deferred, costs.workspace, costs.inputs, costs.largest)
-        self._stages = np.stack(tables, axis=-1)
+        plain = (costs.held, costs.kept, costs.waiting, costs.workspace)
+        self._stages = np.stack([*plain, costs.inputs, costs.waiting_inputs, costs.largest], axis=-1)
         self.leads_back = self.num_chunks == 2 and int(self.stage_at[1, 0]) == len(row_of) - 1
 
     def best(self, bounds: ChunkTable, limit: int | None, first_end: int = UNLIMITED) -> ChunkTable:

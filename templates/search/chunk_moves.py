@@ -19,7 +19,7 @@ _FARTHEST = 2
 
 _SHIFTS = 2 * _FARTHEST + 1
 
-_PLAIN, _AGAIN, _PUT_OFF, _HELD, _KEPT, _WAITING, _USED, _INPUTS, _LARGEST = range(9)
+_PLAIN, _AGAIN, _PUT_OFF, _HELD, _KEPT, _WAITING, _USED, _INPUTS, _INPUTS_WAITING, _LARGEST = range(10)
 """What is known of a stage: its times, twice what its schedule puts off, and its bytes as costs have them."""
 
 
@@ -27,8 +27,8 @@ class Rows(NamedTuple):
     """The rows of a pipeline.
 
     Args:
-        counts: Microbatches that the rows keep of each chunk at each of some moments: those in flight, and those of
-            them whose gradients wait. [chunks, rows, moments, 2]
+        counts: Microbatches that the rows keep of each chunk at each of some moments: those whose backward, or the
+            first part of it, is not over, and those that wait between the parts. [chunks, rows, moments, 2]
         source: Where messages before them come from, as the first dimension of the costs' ``send``. [stages]
         stages: The stages of each row. [rows, chunks]
         memory: Most bytes of a row; 0 for no limit.
@@ -96,8 +96,9 @@ def _rate_near(costs: SingleDeviceCosts, rows: Rows, bounds: Ints, near: Ints) -
                 of = near[stage, first, end]
                 of[_PLAIN], of[_AGAIN] = times_of_layers(costs, rows.source[stage], i, j)
                 of[_PUT_OFF] = 2 * (costs.weights[j] - costs.weights[i])
-                of[_HELD], of[_KEPT], of[_WAITING] = costs.held[i, j], costs.kept[i, j], costs.deferred[i, j]
-                of[_USED], of[_INPUTS], of[_LARGEST] = costs.workspace[i, j], costs.inputs[i, j], costs.largest[i, j]
+                of[_HELD], of[_KEPT], of[_WAITING] = costs.held[i, j], costs.kept[i, j], costs.waiting[i, j]
+                of[_USED], of[_LARGEST] = costs.workspace[i, j], costs.largest[i, j]
+                of[_INPUTS], of[_INPUTS_WAITING] = costs.inputs[i, j], costs.waiting_inputs[i, j]
 
 
 @compiled
@@ -131,7 +132,7 @@ def _step(costs: SingleDeviceCosts, rows: Rows, near: Ints, bounds: Ints, move: 
 @compiled
 def _bytes(within: Ints, rows: Rows, near: Ints, row: int, bounds: Ints, move: Ints, again: int) -> int:
     """Return what a row of a moved cut holds, with activations kept or with checkpoints."""
-    kept, used = (_INPUTS, _LARGEST) if again else (_KEPT, _USED)
+    kept, waiting, used = (_INPUTS, _INPUTS_WAITING, _LARGEST) if again else (_KEPT, _WAITING, _USED)
     most = held = once = 0
     num_chunks = rows.stages.shape[1]
     for moment in range(rows.counts.shape[2]):
@@ -141,7 +142,7 @@ def _bytes(within: Ints, rows: Rows, near: Ints, row: int, bounds: Ints, move: I
                 near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST],
                 rows.counts[chunk, row, moment],
             )
-            moving += count[0] * of[kept] + count[1] * of[_WAITING] * (1 - again)
+            moving += count[0] * of[kept] + count[1] * of[waiting]
             if chunk + 1 < num_chunks and rows.stages[row, chunk + 1] == stage + 1:  # it hands on to itself
                 moving -= count[0] * within[bounds[stage + 1] + move[stage + 1], 1]
                 moving -= within[bounds[stage + 1] + move[stage + 1], 0]

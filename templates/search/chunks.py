@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import rows_of_stages
+from resilient.templates.schedules.kind import Held, rows_of_stages
 from resilient.templates.search.chunk_counts import chunk_counts
 from resilient.templates.search.chunk_limits import ChunkCuts, ChunkTable, bytes_at_moments, row_bytes
 from resilient.templates.search.stage_cost_model import UNLIMITED, StageCosts
@@ -140,7 +140,7 @@ class ChunkSearch:
                 int(cut.bounds[0, index + 1]),
                 0,
                 row,
-                1,
+                (Held(1, 0),),
                 checkpointing=bool(cut.checkpointing[0, row]),
                 send_ms=int(send[index]) / 1e6,
             )
@@ -213,7 +213,7 @@ class ChunkSearch:
         return stage_at
 
     def _counts(self, size: int) -> Ints:
-        """Return the microbatches that rows keep of each chunk, and those of them whose gradients wait."""
+        """Return the microbatches that rows keep of each chunk, as of :class:`ChunkCuts`."""
         problem = self.problem
         most, num_rows, num_chunks = problem.most_microbatches, self._num_rows(size), self._chunks(size)
         return chunk_counts(problem.schedule, num_rows, num_chunks, self._fewest, most).transpose(2, 0, 1, 3)

@@ -53,14 +53,15 @@ class LayerCosts:
         backward: Time of the backward, where something needs it.
         held: States and gradients that tensor-parallel devices have of a layer, without the owners it shares from: as
             many times what the one with the most has.
-        kept: Activations that a device keeps of its microbatch: what enters at least, where that wants a gradient.
+        kept: Activations that a device keeps of its microbatch. What enters of that is what the layer or the one before
+            keeps; a sharded stage's layers have all of what wants a gradient.
+        entered: What the first layer of a stage keeps besides: what enters at least, where that wants a gradient.
         workspace: The most that a device uses beside them while the layer runs.
         deferred: Kept of a microbatch between the two parts of a backward; a sharded stage's has one part, while its
             layers are gathered.
         inputs: What enters the layer, of one microbatch.
         handed_on: Kept of it by a stage that ends before the layer, from its forward to its backward, also where that
-            does nothing: what it sends, and where the gradient of that is to arrive. (Split, what returns no gradient
-            is there until the first part alone, and counts until the second one.)
+            does nothing: what it sends, and where the gradient of that is to arrive.
         arriving: In memory of a stage that begins with the layer, beside what it keeps: what comes in ahead of its
             turn, and the gradients that go back or, where the layer has no backward, what it is computed from.
         passing: What enters a layer that has no backward: it is there while the layer runs, and kept by none.
@@ -105,9 +106,25 @@ class LayerCosts:
         self.held = [of_degree[degree] for degree in degrees]
         self.inputs = [[-(-layer.input_bytes // degree) for layer in layers] for degree in degrees]
         wanted = [layer.input_gradient for layer in layers]
-        self.kept = [
-            [max(cost.activation_bytes, each * wants) for cost, each, wants in zip(row, entering, wanted, strict=True)]
+        first = [
+            [
+                max(cost.activation_bytes + cost.entered_bytes * wants, each * wants)
+                for cost, each, wants in zip(row, entering, wanted, strict=True)
+            ]
             for row, entering in zip(costs, self.inputs, strict=True)
+        ]
+        given = [[0, *(cost.given_bytes for cost in row[:-1])] for row in costs]
+        inner = [
+            [
+                cost.activation_bytes + min(cost.entered_bytes, before) * wants
+                for cost, before, wants in zip(*rows, wanted, strict=True)
+            ]
+            for rows in zip(costs, given, strict=True)
+        ]
+        sharded = [option.shard > 1 for option in self.options]
+        self.kept = [one if shards else other for shards, one, other in zip(sharded, first, inner, strict=True)]
+        self.entered = [
+            [most - each for most, each in zip(*rows, strict=True)] for rows in zip(first, self.kept, strict=True)
         ]
         kept = [1 + wants if wants or awaits_sends else 0 for wants in wanted]
         self.handed_on = [

@@ -121,9 +121,8 @@ class LayoutSearch:
         fixes += f", higher tensor-parallel degrees than {largest}" * (largest < devices)
         fixes += ", schedule 1f1b" * (problem.schedule not in LATER_KINDS)
         fixes += " or devices with more memory"
-        in_flight = costs.in_flight(self.sizes.start * costs.fewest_per_node)
-        rounds = 1 if in_flight is None else in_flight.rounds
-        needed, layer = max((costs.least_memory_bytes(i, rounds), -i) for i in range(costs.num_layers))
+        num_stages = self.sizes.start * costs.fewest_per_node
+        needed, layer = max((costs.least_memory_bytes(i, num_stages), -i) for i in range(costs.num_layers))
         if needed > memory:
             return ArgumentError(
                 "memory_bytes",
@@ -150,18 +149,18 @@ class LayoutSearch:
         depths = range(size * self.costs.fewest_per_node, min(self.costs.num_layers, num_devices) + 1)
 
         def search(num_stages: int, like: BoundedSearch | None = None) -> BoundedSearch:
-            tables = self._tables_of(self.costs.in_flight(num_stages), with_sync=with_sync)
+            tables = self._tables_of(self.costs.held_rounds(num_stages), with_sync=with_sync)
             return BoundedSearch(tables, bound, num_devices, like)
 
-        if self.costs.in_flight(depths.start) == self.costs.in_flight(depths.stop - 1):
+        if self.costs.held_rounds(depths.start) == self.costs.held_rounds(depths.stop - 1):
             return search(depths.start).best()
         impossible = self._impossible.setdefault(size, {})
         return least_sum_of_depths(search, depths, most_total, bound=bound, impossible=impossible)
 
-    def _tables_of(self, in_flight: HeldRounds | None, *, with_sync: bool) -> Tables:
-        if (with_sync, in_flight) not in self._tables:
-            self._tables[with_sync, in_flight] = self.costs.tables(with_sync=with_sync, in_flight=in_flight)
-        return self._tables[with_sync, in_flight]
+    def _tables_of(self, held: HeldRounds | None, *, with_sync: bool) -> Tables:
+        if (with_sync, held) not in self._tables:
+            self._tables[with_sync, held] = self.costs.tables(with_sync=with_sync, held=held)
+        return self._tables[with_sync, held]
 
     def template(self, size: int, slowest: int, *, with_sync: bool) -> PipelineTemplate:
         """Return the layout of a corner."""
@@ -169,9 +168,8 @@ class LayoutSearch:
         assert found is not None
         stages: list[StageSpec] = []
         first = device = 0
-        in_flight = self.costs.in_flight_of_stages(len(found.stages))
-        for (end, option), (count, deferred) in zip(found.stages, in_flight, strict=True):
-            stages.append(self.costs.stage(first, end, option, device, count, deferred))
+        for (end, option), held in zip(found.stages, self.costs.held_of_stages(len(found.stages)), strict=True):
+            stages.append(self.costs.stage(first, end, option, device, held))
             first, device = end, device + self.costs.options[option].num_devices
         end, option = found.stages[0]
         return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=self.costs.sync_ms(end, option))

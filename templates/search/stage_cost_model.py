@@ -5,21 +5,23 @@ the boundary before it (the gradients' only where layer i needs them); :mod:`res
 each layer's. Activation checkpointing adds the forward of all its layers once more, where it runs a backward at all.
 Each of d devices holds
 
-    (states + gradients) / d + in_flight * (activations + handed_on) + deferred * gradients put off + arriving
-        + workspace + gathered
+    (states + gradients) / d + before * (activations + handed_on) + waiting * what stays until weights' backwards
+        + arriving + workspace + gradients put off + gathered
 
-where the states and gradients are those of the layers and of the owners they share from, in_flight is how many rounds
-the schedule keeps of a pipeline that has enough microbatches, so that a template holds whatever its share becomes, and
-the last three are there once: what comes in and goes out beside what is computed, what the layer that runs uses beside
-what it keeps, and what a sharded stage has gathered for it (:mod:`resilient.templates.search.layer_costs`). The
-activations of the microbatch that is differentiated are those up to that layer: others may use more then than the last
-one does, before it. In 1F1B in_flight is the number of stages from this one to the last; in the others it follows from
-the number of all stages (:func:`resilient.templates.schedules.kind.most_in_flight`). Where schedules run the halves of
-backwards apart, gradients wait at parameters for the second one: of as many rounds as
-:func:`resilient.templates.schedules.kind.most_deferred` says. Where a device has several stages, these hold their most
-at different times: :mod:`resilient.templates.search.chunk_counts`. With checkpointing, it counts the
-layers' inputs, and one microbatch's activations of one layer (the largest, with its workspace) come on top. A stage
-keeps its activations if they fit, and checkpoints if only that fits.
+where the states and gradients are those of the layers and of the owners they share from, and all in the second line are
+there once: what comes in and goes out beside what is computed, what the layer that runs uses beside what it keeps, the
+gradients that the microbatch leaves at parameters that is differentiated where the halves of backwards are apart, and
+what a sharded stage has gathered for it (:mod:`resilient.templates.search.layer_costs`). The activations of the
+microbatch that is differentiated are those up to that layer: others may use more then than the last one does, before
+it. How many rounds are in flight before their backward, or its first half, is over, and how many wait for the second,
+follows from the schedule (:func:`resilient.templates.schedules.kind.held_counts`) of a pipeline that has enough
+microbatches, so that a template holds whatever its share becomes. Between the halves activations stay, with what was
+sent and the gradients put off, but not the gradient that came back: it has been used. Stages of frozen layers have no
+second half, nor have those whose layers run again; stages whose input wants no gradient have no first one, and keep all
+until then. Where a device has several stages, these hold their most at different times:
+:mod:`resilient.templates.search.chunk_counts`. With checkpointing, the layers' inputs count, and one microbatch's
+activations of one layer (the largest, with its workspace) come on top. A stage keeps its activations if they fit, and
+checkpoints if only that fits.
 
 Before the first stage's gradient sum there is no backward left that could hide it: its time comes on top of the step
 once. The sums of later stages are taken to hide behind the backwards of the stages before them.
@@ -36,10 +38,10 @@ import numpy as np
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import LATER_KINDS, SPLIT_KINDS, ScheduleKind, most_deferred, most_in_flight
+from resilient.templates.schedules.kind import SPLIT_KINDS, Held, ScheduleKind, held_counts
 from resilient.templates.search.layer_costs import LayerCosts
 from resilient.templates.search.stage_memory import StageMemory
-from resilient.templates.search.stage_reach import HeldRounds, StageReach
+from resilient.templates.search.stage_reach import HeldRounds, StageReach, falls
 from resilient.templates.template import StageSpec
 
 CostTable = Ints
@@ -70,8 +72,8 @@ class Tables(NamedTuple):
             flight. [2, D, L, L + 1]
         farthest: Of stages that begin with a layer, or before it, the last end with those or checkpoints. [D, L, L + 1]
         fewest: Least number of stages that use x devices of a node; L + 1 where none can. [M + 1]
-        lightest: Of these numbers the one with which a stage before holds least: the least, or the greatest where
-            gradients wait, which do so of more rounds the later a stage is. [M + 1]
+        most: The greatest number of those stages, where a stage before may hold least with that; else the least. In
+            between no stage holds less than with both. [M + 1]
     """
 
     devices: CostTable
@@ -81,7 +83,7 @@ class Tables(NamedTuple):
     ends: CostTable
     farthest: CostTable
     fewest: CostTable
-    lightest: CostTable
+    most: CostTable
 
 
 class SingleDeviceCosts(NamedTuple):
@@ -93,12 +95,13 @@ class SingleDeviceCosts(NamedTuple):
         send: Messages before a stage that starts with the layer, within a node or between nodes. [2, L]
         held: What is there once of layers i .. j - 1: states, gradients, what comes in. [L, L + 1]
         kept: Of each microbatch that layers i .. j - 1 keep. [L, L + 1]
-        inputs: The same where they run again. [L, L + 1]
+        waiting: Of each that is between the parts of its backward. [L, L + 1]
         workspace: Used beside what they keep. [L, L + 1]
+        inputs: As ``kept`` where they run again. [L, L + 1]
+        waiting_inputs: As ``waiting`` where they run again. [L, L + 1]
         largest: Used by the largest of them that runs again. [L, L + 1]
-        deferred: Kept of each whose backward has its second part to come. [L, L + 1]
-        within: What a row does not hold that hands on to itself, before a layer: once, and of each microbatch that the
-            first of the two stages keeps. [L, 2]
+        within: What a row does not hold that hands on to itself, before a layer: once, and of each microbatch whose
+            backward through the first of the two stages, or the first part of it, is not over. [L, 2]
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
         weights: Prefix sums of what schedules put off, as :attr:`StageSpec.weights_ms` says.
         sync: Gradient sum of a first stage that ends there. [L + 1]
@@ -109,10 +112,11 @@ class SingleDeviceCosts(NamedTuple):
     send: CostTable
     held: CostTable
     kept: CostTable
-    inputs: CostTable
+    waiting: CostTable
     workspace: CostTable
+    inputs: CostTable
+    waiting_inputs: CostTable
     largest: CostTable
-    deferred: CostTable
     within: CostTable
     next_backward: CostTable
     weights: CostTable
@@ -153,6 +157,7 @@ class StageCosts:
             self._next_backward[i] = i if runs else self._next_backward[i + 1]
         self._memory = [StageMemory(problem, costs, index) for index in range(len(self.options))]
         self._reach = StageReach(problem, self._memory)
+        self._held_rounds: dict[int, HeldRounds] = {}
 
     @property
     def fewest_per_node(self) -> int:
@@ -165,38 +170,41 @@ class StageCosts:
         work = np.diff(np.array(self._forward, dtype=np.int64) + np.array(self._backward, dtype=np.int64))
         return int(work.min(axis=0).sum())
 
-    def in_flight(self, num_stages: int) -> HeldRounds | None:
-        """Return what every stage of a pipeline of so many stages must hold.
+    def held_rounds(self, num_stages: int) -> HeldRounds | None:
+        """Return what every stage of a pipeline of so many stages must hold; None where memory is not limited.
 
-        None where that is the number of stages from it to the last, or where memory is not limited.
+        Of stages that have more of them behind, what they hold at least in a deeper pipeline.
         """
-        problem = self.problem
-        if problem.schedule in LATER_KINDS or problem.cluster.memory_bytes is None:
+        if self.problem.cluster.memory_bytes is None:
             return None
-        counts = self.in_flight_of_stages(num_stages)
-        waits = any(each.deferred.any() for each in self._memory)
-        return HeldRounds(counts[0][0], tuple(deferred for _, deferred in reversed(counts) if deferred and waits))
+        if num_stages not in self._held_rounds:  # asked for with every bound
+            deeper = (self._held(number, 0) for number in range(num_stages + 1, self.num_layers + 1))
+            held = (*self.held_of_stages(num_stages)[::-1], *deeper)
+            known = self._held_rounds.values()
+            self._held_rounds[num_stages] = next((each for each in known if each == held), held)
+        return self._held_rounds[num_stages]
 
-    def in_flight_of_stages(self, num_stages: int) -> tuple[tuple[int, int], ...]:
-        """Return how many rounds each stage of a pipeline of so many must hold, and how many of them are deferred."""
-        schedule, most_rounds = self.problem.schedule, -(-self.problem.most_microbatches // self.round_size)
-        in_flight = most_in_flight(schedule, num_stages, most_rounds)
-        deferred = most_deferred(schedule, num_stages, most_rounds)
-        return tuple(zip(in_flight, deferred, strict=True))
+    def held_of_stages(self, num_stages: int) -> HeldRounds:
+        """Return what each stage of a pipeline of so many must hold, from the first one on."""
+        return tuple(self._held(num_stages, row) for row in range(num_stages))
 
-    def tables(self, *, with_sync: bool, in_flight: HeldRounds | None) -> Tables:
+    def _held(self, num_stages: int, row: int) -> tuple[Held, ...]:
+        most_rounds = -(-self.problem.most_microbatches // self.round_size)
+        return held_counts(self.problem.schedule, num_stages, row, most_rounds)
+
+    def tables(self, *, with_sync: bool, held: HeldRounds | None) -> Tables:
         """Return the costs for the search.
 
         Args:
             with_sync: Whether there are pipelines to sum gradients with.
-            in_flight: As :meth:`in_flight` returns it.
+            held: As :meth:`held_rounds` returns it.
         """
         forward = np.array(self._forward, dtype=np.int64)
         work = forward + np.array(self._backward, dtype=np.int64)
         sync = np.array(self._sync, dtype=np.int64) * with_sync
         sums = np.stack([np.stack([times, times + sync]) for times in (work, work + forward)])
         fewest, most = np.array(self._numbers, dtype=np.int64).T.copy()
-        ends = self._reach.ends(in_flight)
+        ends = self._reach.ends(held)
         return Tables(
             devices=np.array([option.num_devices for option in self.options], dtype=np.int64),
             sums=sums << STAGE_BITS,
@@ -205,7 +213,7 @@ class StageCosts:
             ends=ends,
             farthest=np.maximum.accumulate(ends[1], axis=1),
             fewest=fewest,
-            lightest=most if in_flight is not None and in_flight.deferred else fewest,
+            most=most if held is not None and falls(held) else fewest,
         )
 
     def times(self) -> CostTable:
@@ -223,6 +231,7 @@ class StageCosts:
 
     def single_device(self) -> SingleDeviceCosts:
         """Return the costs of stages on one device, the first option."""
+        memory = self._memory[0]
         forward = np.array(self._forward[0], dtype=np.int64)
         each = [layer.costs[0].backward_weight_ms * layer.trainable for layer in self.problem.profile.layers]
         weights = _prefix_sums([nanoseconds(self._put_off * weight_ms) for weight_ms in each])
@@ -230,13 +239,14 @@ class StageCosts:
             forward=forward,
             work=forward + np.array(self._backward[0], dtype=np.int64),
             send=np.array(self._send, dtype=np.int64)[:, 0],
-            held=self._memory[0].held,
-            kept=self._memory[0].kept,
-            inputs=self._memory[0].inputs,
-            workspace=self._memory[0].workspace,
-            largest=self._memory[0].largest,
-            deferred=self._memory[0].deferred,
-            within=np.stack([self._memory[0].arriving, self._memory[0].handed_on[:-1]], axis=-1),
+            held=memory.held,
+            kept=memory.kept,
+            waiting=memory.waiting,
+            workspace=memory.workspace,
+            inputs=memory.inputs,
+            waiting_inputs=memory.waiting_inputs,
+            largest=memory.largest,
+            within=np.stack([memory.arriving, memory.handed_on[:-1]], axis=-1),
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
             weights=np.array(weights, dtype=np.int64),
             sync=np.array(self._sync[0], dtype=np.int64),
@@ -255,8 +265,7 @@ class StageCosts:
         end: int,
         option: int,
         device: int,
-        in_flight: int,
-        deferred: int = 0,
+        held: Sequence[Held],
         *,
         checkpointing: bool | None = None,
         send_ms: float | None = None,
@@ -268,8 +277,7 @@ class StageCosts:
             end: One past the last layer.
             option: Index of its devices in :attr:`options`.
             device: Its first device, counted over the nodes of the template.
-            in_flight: Rounds that it must hold at once.
-            deferred: Those of them whose backward has its second part to come.
+            held: Rounds that it must hold, at the moments at one of which it holds most.
             checkpointing: Whether it does that; by default where only that fits.
             send_ms: Of its messages; by default they come from the device before.
         """
@@ -277,17 +285,17 @@ class StageCosts:
         forward = self._forward[option][end] - self._forward[option][first]
         backward = self._backward[option][end] - self._backward[option][first]
         limit = self.problem.cluster.memory_bytes
-        memory = self._memory[option].num_bytes(first, end, in_flight, deferred, checkpointing=False)
+        memory = self._memory[option].num_bytes(first, end, held, checkpointing=False)
         if checkpointing is None:
             checkpointing = limit is not None and memory > limit
         if checkpointing:
-            memory = self._memory[option].num_bytes(first, end, in_flight, checkpointing=True)
+            memory = self._memory[option].num_bytes(first, end, held, checkpointing=True)
             backward += forward * (self._next_backward[first] < end)
         most: int | None = None
         if limit is not None and self.problem.schedule is ScheduleKind.EAGER:
-            one_more = self._memory[option].num_bytes(first, end, in_flight + 1, checkpointing=checkpointing)
-            each = one_more - memory
-            most = in_flight + (limit - memory) // each if each else self.problem.num_microbatches
+            _, of_each, _ = self._memory[option].of_rounds(checkpointing=checkpointing)
+            each = int(of_each[first, end])
+            most = held[0].before + (limit - memory) // each if each else self.problem.num_microbatches
         return StageSpec(
             first_layer=first,
             end_layer=end,
@@ -320,14 +328,14 @@ class StageCosts:
         """Return the time of the gradient sum of a first stage of layers ``0 .. end - 1``."""
         return self._sync[option][end] / 1e6
 
-    def least_memory_bytes(self, layer: int, in_flight: int) -> int:
-        """Return what a stage of one layer needs at least, on each device, with the best of devices."""
+    def least_memory_bytes(self, layer: int, num_stages: int) -> int:
+        """Return what a stage of one layer needs at least, on each device, with the best of places and of devices."""
         checkpointing = (False, True) if self.problem.activation_checkpointing else (False,)
-        deferred = int(self.problem.schedule in SPLIT_KINDS)
         return min(
-            memory.num_bytes(layer, layer + 1, in_flight, deferred, checkpointing=again)
+            memory.num_bytes(layer, layer + 1, self._held(num_stages, row), checkpointing=again)
             for memory in self._memory
             for again in checkpointing
+            for row in {0, num_stages - 1}  # of others none holds less than both
         )
 
     def _numbers_of_stages(self) -> list[tuple[int, int]]:

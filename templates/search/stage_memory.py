@@ -12,6 +12,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.plan import PlanningProblem
+from resilient.templates.schedules.kind import SPLIT_KINDS, Held
 from resilient.templates.search.layer_costs import LayerCosts
 
 
@@ -26,51 +27,74 @@ class StageMemory:
     Attributes:
         held: What is there once, whatever runs: states, gradients, what comes in and goes out, what is loaded of a
             microbatch. [L, L + 1]
-        kept: Of each microbatch in flight, with what is handed on. [L, L + 1]
+        kept: Of each microbatch in flight, with what is handed on, until its backward or the first part of it is over.
+            [L, L + 1]
         inputs: The same where layers run again, which keep their inputs alone. [L, L + 1]
-        workspace: Used beside what is kept, by the layer for which that is most. [L, L + 1]
+        waiting: Of each microbatch between the two parts of a split backward: as much, and the gradients that wait at
+            parameters, without the one that came back. Nothing where the second part has nothing to do, and no more
+            than before where the first has not, as no input wants a gradient. [L, L + 1]
+        waiting_inputs: The same where layers run again: they do so in the first part, which then is all of it. Where no
+            input wants a gradient there is a second part alone. [L, L + 1]
+        workspace: Used beside what is kept, by the layer for which that is most; where backwards are split, with the
+            gradients that are left at parameters. [L, L + 1]
         largest: Used beside inputs, by the largest layer that runs again. [L, L + 1]
         handed_on: Of ``kept`` and of ``inputs`` what a stage hands on that ends before a layer. [L + 1]
         arriving: Of ``held`` what comes in and goes back before a stage that begins with a layer. [L]
-        deferred: Kept besides of each microbatch that is between the two parts of its backward. Where no input wants a
-            gradient all of it is in the second part, and where layers run again in the first. [L, L + 1]
     """
 
     def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int) -> None:
+        layers = problem.profile.layers
         activations = _prefix_sums(costs.kept[option])
         inputs = _prefix_sums(costs.inputs[option])
         self.handed_on = handed_on = np.array(costs.handed_on[option], dtype=np.int64)
         self.arriving = np.array(costs.arriving[option], dtype=np.int64)
         once = _AtOnce(costs, option)
-        returned = handed_on * [*(layer.input_gradient for layer in problem.profile.layers), False]
-        kept = activations + handed_on - activations[:-1, None]
+        returned = handed_on * [*(layer.input_gradient for layer in layers), False]
+        entered = np.array(costs.entered[option], dtype=np.int64)[:, None]  # the first layer's input is there anyway
+        kept = activations + handed_on - activations[:-1, None] + entered
         self.kept = _rising(kept)
         self.inputs = _rising(inputs + handed_on - inputs[:-1, None])
-        self.workspace = _rising(np.maximum(kept, once.of(activations[1:]) + returned - activations[:-1, None]))
+        newest = once.of(activations[1:]) + returned - activations[:-1, None] + entered
+        self.workspace = _rising(np.maximum(kept, newest))
         self.workspace -= self.kept
         self.largest = once.of(np.diff(activations))
-        deferred, splits = (
-            _prefix_sums(costs.deferred[option]),
-            [each.input_gradient for each in problem.profile.layers],
-        )
-        self.deferred = np.triu(deferred - deferred[:-1, None], 1) * np.array(splits)[:, None]
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
         self.held = np.triu(held + self.arriving[:, None] + _loaded(problem), 1)
+        trained = _prefix_sums([layer.trainable for layer in layers])
+        # a sharded stage does all of a backward while its layers are gathered
+        trains = (trained - trained[:-1, None] > 0) & (costs.options[option].shard == 1)
+        splits = np.array([layer.input_gradient for layer in layers])[:, None]
+        deferred = _prefix_sums(costs.deferred[option])
+        deferred = np.triu(deferred - deferred[:-1, None], 1) * splits
+        self.waiting = _rising(np.where(splits, kept - returned // 2 + deferred, self.kept) * trains)
+        self.waiting_inputs = self.inputs * (trains & ~splits)
+        if problem.schedule in SPLIT_KINDS:
+            self.workspace += deferred
 
-    def num_bytes(self, first: int, end: int, in_flight: int, deferred: int = 0, *, checkpointing: bool) -> int:
-        """Return what a stage of layers ``first .. end - 1`` holds with so many rounds in flight.
+    def num_bytes(self, first: int, end: int, held: Sequence[Held], *, checkpointing: bool) -> int:
+        """Return what a stage of layers ``first .. end - 1`` holds at one of some moments, that at which it is most.
 
         Args:
             first: First layer.
             end: One past the last one.
-            in_flight: Rounds from their forward to the end of their backward.
-            deferred: Those of them that are between the two parts of it.
+            held: Rounds at each of them.
             checkpointing: Whether its layers run again.
         """
+        once, kept, waiting = self.of_rounds(checkpointing=checkpointing)
+        moving = max(each.before * kept[first, end] + each.waiting * waiting[first, end] for each in held)
+        return int(once[first, end] + moving)
+
+    def of_rounds(self, *, checkpointing: bool) -> tuple[Ints, Ints, Ints]:
+        """Return what stages hold once, of each round that is not differentiated, and of each that waits for the rest.
+
+        ``[L, L + 1]`` each. No stage holds less of any than one that ends before it, with one round in flight or more.
+
+        Args:
+            checkpointing: Whether their layers run again.
+        """
         if checkpointing:
-            return int(self.held[first, end] + self.largest[first, end] + in_flight * self.inputs[first, end])
-        activations = in_flight * self.kept[first, end] + deferred * self.deferred[first, end]
-        return int(self.held[first, end] + self.workspace[first, end] + activations)
+            return self.held + self.largest, self.inputs, self.waiting_inputs
+        return self.held + self.workspace, self.kept, self.waiting
 
 
 def _rising(num_bytes: Ints) -> Ints:

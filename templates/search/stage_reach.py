@@ -1,6 +1,6 @@
 """How far stages reach that fit in memory: by first layer and devices the last layer that a stage may have.
 
-What a stage holds depends on how many rounds the schedule keeps in flight where it stands
+What a stage holds depends on how many rounds the schedule keeps where it stands
 (:mod:`resilient.templates.search.stage_cost_model`). In the tables, i is a stage's first layer and j one past its last
 one, of L layers; D are the options of devices.
 """
@@ -8,31 +8,23 @@ one, of L layers; D are the options of devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
+from resilient.templates.common.compiled import compiled
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import Held
 from resilient.templates.search.stage_memory import StageMemory
 
-_UNLIMITED = 1 << 62
-"""More microbatches than there can be."""
+HeldRounds = tuple[tuple[Held, ...], ...]
+"""What stages hold, by number of stages from the last one to it, beginning with one: at the moments at one of which
+that is most."""
 
 
-class HeldRounds(NamedTuple):
-    """What stages hold of which all have equally many rounds in flight.
-
-    Args:
-        rounds: Of every stage.
-        deferred: Those of them that are between the two parts of their backward, by number of stages from the last one
-            to it; empty where nothing waits then.
-    """
-
-    rounds: int
-    deferred: tuple[int, ...]
+def falls(held: HeldRounds) -> bool:
+    """Return whether some stages may hold less the more stages follow."""
+    return any(moment.waiting for moments in held for moment in moments)
 
 
 class StageReach:
@@ -46,8 +38,6 @@ class StageReach:
     def __init__(self, problem: PlanningProblem, memories: Sequence[StageMemory]) -> None:
         self._problem = problem
         self._memories = memories
-        self._num_layers = len(problem.profile.layers)
-        self._shape = (2, len(memories), self._num_layers, self._num_layers + 1)
 
     def ends(self, held: HeldRounds | None) -> Ints:
         """Return one past the last layer, i where not even one layer fits, by stages from the last one to it.
@@ -55,53 +45,46 @@ class StageReach:
         ``[2, D, L, L + 1]``: with activations kept, and with those or checkpoints.
 
         Args:
-            held: What stages hold; None: as many rounds as there are stages from the last one to it.
+            held: What stages hold; None where memory is not limited.
         """
-        size = self._num_layers
-        if self._problem.cluster.memory_bytes is None:
-            return np.full(self._shape, size, dtype=np.int64)
-        if held is not None and not held.deferred:
-            ends = np.arange(size) + np.count_nonzero(self._most_held >= held.rounds, axis=-1)
-            return np.repeat(ends[..., None], size + 1, axis=-1)
-        counts, most = np.arange(size + 1), self._most_held
-        if held is not None:
-            deferred = np.array(held.deferred)
-            counts, most = deferred[np.clip(counts, 1, len(deferred)) - 1], self._most_deferred(held.rounds)
-        ends = np.empty(self._shape, dtype=np.int64)
-        for kind, q, i in np.ndindex(self._shape[:3]):
-            ends[kind, q, i] = i + np.searchsorted(-most[kind, q, i, i + 1 :], -counts, side="right")
+        size, memory = len(self._problem.profile.layers), self._problem.cluster.memory_bytes
+        ends = np.full((2, len(self._memories), size, size + 1), size, dtype=np.int64)
+        if held is None or memory is None:
+            return ends
+        moments = np.array([(each[0], each[-1]) for each in held], dtype=np.int64)
+        kinds = (False, True) if self._problem.activation_checkpointing else (False,)
+        for q, each in enumerate(self._memories):
+            for again in kinds:
+                once, kept, waiting = each.of_rounds(checkpointing=again)
+                compiled(_fill_ends)(memory - once, kept, waiting, moments, ends[int(again), q])
+        ends[1] = ends.max(axis=0) if len(kinds) > 1 else ends[0]
         return ends
 
-    @cached_property
-    def _most_held(self) -> Ints:
-        """How many rounds stages i .. j - 1 have memory for, -1 where j <= i. [2, D, L, L + 1]"""
-        problem, memory = self._problem, self._problem.cluster.memory_bytes
-        assert memory is not None
-        most = np.empty(self._shape, dtype=np.int64)
-        for q, each in enumerate(self._memories):
-            once = each.workspace + each.deferred * (problem.schedule is ScheduleKind.SPLIT)
-            most[:, q] = _times_that_fit(memory - each.held - once, each.kept)
-            if problem.activation_checkpointing:
-                again = _times_that_fit(memory - each.held - each.largest, each.inputs)
-                most[1, q] = np.maximum(most[1, q], again)
-        return self._without_none(most)
 
-    def _most_deferred(self, rounds: int) -> Ints:
-        """Of how many of so many rounds in flight gradients may wait; as for these."""
-        memory = self._problem.cluster.memory_bytes
-        assert memory is not None
-        most = np.empty(self._shape, dtype=np.int64)
-        for q, each in enumerate(self._memories):
-            most[:, q] = _times_that_fit(memory - each.held - each.workspace - rounds * each.kept, each.deferred)
-            if self._problem.activation_checkpointing:
-                most[1, q][each.held + each.largest + rounds * each.inputs <= memory] = _UNLIMITED
-        return self._without_none(most)
+def _fill_ends(free: Ints, kept: Ints, waiting: Ints, moments: Ints, ends: Ints) -> None:
+    """Fill in the ends of stages by number of stages from the last one to them.
 
-    def _without_none(self, most: Ints) -> Ints:
-        most[:, :, np.tri(*self._shape[2:], dtype=bool)] = -1
-        return most
+    Args:
+        free: Bytes that stages i .. j - 1 have for rounds. [L, L + 1]
+        kept: Of each round that is not differentiated; no stage has room for more of them than one that ends before it,
+            from one round on. [L, L + 1]
+        waiting: Of each between the parts of its backward. [L, L + 1]
+        moments: By number of stages less one, at two moments the rounds of both. [counts, 2, 2]
+        ends: To be filled in; that of no stage as that of one. [L, L + 1]
+    """
+    num_layers = len(kept)
 
+    def fits(i: int, j: int, number: int) -> bool:
+        one, two = moments[number]
+        most = max(one[0] * kept[i, j] + one[1] * waiting[i, j], two[0] * kept[i, j] + two[1] * waiting[i, j])
+        return most <= free[i, j]
 
-def _times_that_fit(free: Ints, each: Ints) -> Ints:
-    """Return how many times ``each`` goes into ``free`` bytes; 0 where not even nothing fits."""
-    return np.where(free < 0, 0, np.where(each > 0, free // np.maximum(each, 1), _UNLIMITED))
+    for i in range(num_layers):
+        end = i
+        for number in range(len(moments)):  # it is near that of one stage less
+            while end > i and not fits(i, end, number):
+                end -= 1
+            while end < num_layers and fits(i, end + 1, number):
+                end += 1
+            ends[i, number + 1] = end
+        ends[i, 0] = ends[i, 1]

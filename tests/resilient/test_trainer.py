@@ -26,6 +26,7 @@ from resilient.pipeline import stage
 from resilient.runtime.batches import Batches
 from resilient.runtime.job import Job
 from resilient.templates.plan import PlanningProblem
+from resilient.templates.schedules.kind import Held
 from resilient.templates.search.stage_cost_model import StageCosts
 from resilient.trainer import Trainer
 from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, profiled, split_decay
@@ -202,7 +203,7 @@ def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits
     roomy.fit(3)
     profile = profiled(roomy._job, lambda _: None)
     problem = PlanningProblem(profile=profile, num_microbatches=4, max_failures=0)
-    alone = partial(StageCosts(problem).stage, 0, len(profile.layers), 0, 0, 1)
+    alone = partial(StageCosts(problem).stage, 0, len(profile.layers), 0, 0, (Held(1, 0),))
     kept, again = (alone(checkpointing=each).memory_bytes for each in (False, True))
     assert again < kept
     monkeypatch.setattr(Job, "memory_bytes", property(lambda _: again))

@@ -53,6 +53,8 @@ def _cost(curves: LayerCurves, tokens: float, squares: float, *, keeps: bool, de
         backward_input_ms=curves.backward_input.call_ms(tokens, squares),
         backward_weight_ms=curves.backward_weight.call_ms(tokens, squares),
         activation_bytes=round(curves.activation_bytes * tokens) * keeps,
+        entered_bytes=round(curves.entered_bytes * tokens) * keeps,
+        given_bytes=round(curves.given_bytes * tokens) * keeps,
         deferred_bytes=round(curves.deferred_bytes * tokens) * defers,
         workspace_bytes=round(curves.workspace_bytes.call_ms(tokens, squares)),
     )

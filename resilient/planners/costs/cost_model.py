@@ -30,7 +30,7 @@ from resilient.templates.common.digests import content_digest
 ENCODER, PROJECTOR = "encoder", "projector"
 """What is frozen under these names: all encoders, without their projectors; and these."""
 
-COST_MODEL_VERSION = 1
+COST_MODEL_VERSION = 2
 """Of saved cost models: another when what is in them changes its meaning."""
 
 
@@ -116,6 +116,7 @@ class LayerCurves:
         backward_input: For the gradient of its input.
         backward_weight: For the gradient of its parameters.
         activation_bytes: Kept from forward to backward, per token.
+        entered_bytes: As of :class:`~resilient.templates.inputs.profile.LayerCost`; likewise ``given_bytes``.
         deferred_bytes: Kept besides, per token, between the two parts of a backward.
         workspace_bytes: The most that a call uses at a time beside that, in bytes; what is not known is 0.
     """
@@ -124,6 +125,8 @@ class LayerCurves:
     backward_input: Curve
     backward_weight: Curve
     activation_bytes: float = 0.0
+    entered_bytes: float = 0.0
+    given_bytes: float = 0.0
     deferred_bytes: float = 0.0
     workspace_bytes: Curve = Curve()
 
@@ -136,8 +139,7 @@ class UnitLayer:
         name: Unique in the unit.
         curves: One per entry of the unit's ``degrees``.
         parameter_bytes: Of the whole layer, undivided; likewise the next two.
-        optimizer_bytes: 0 where it is frozen.
-        gradient_bytes: 0 where it is frozen.
+        optimizer_bytes: 0 where it is frozen; likewise ``gradient_bytes``.
         trainable: Whether it has gradients.
         input_gradient: Whether its input needs one: some layer strictly before it on its path is trainable.
         segments: What its state consists of, as of :class:`~resilient.templates.inputs.profile.LayerProfile`.
@@ -201,10 +203,8 @@ class UnitCosts:
             ValueError: It was not profiled.
         """
         if (tp, cp) not in self.degrees:
-            raise ValueError(
-                f"(tp, cp) of {self.name!r} must be one of {self.degrees}, got {(tp, cp)}; "
-                f"profile it, or choose another"
-            )
+            known = f"one of {self.degrees}, got {(tp, cp)}"
+            raise ValueError(f"(tp, cp) of {self.name!r} must be {known}; profile it, or choose another")
         return self.degrees.index((tp, cp))
 
     def forward(self, tp: int = 1, cp: int = 1) -> Curve:

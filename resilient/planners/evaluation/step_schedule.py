@@ -19,7 +19,7 @@ from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.node_places import in_one_node
-from resilient.planners.stages.stage_work import splits
+from resilient.planners.stages.stage_work import has_second
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
@@ -108,7 +108,7 @@ class _Step:
         """Return what each stage differentiates; where layers run again, a split backward has one part."""
         if not self._setting.splits:
             return unit.backwards
-        split = splits(unit.costs, unit.spread)
+        split = has_second(unit.costs, unit.spread)
         return tuple(
             each if two else min(each, Backward.INPUTS) for each, two in zip(unit.backwards, split, strict=True)
         )

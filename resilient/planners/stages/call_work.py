@@ -10,7 +10,7 @@ import numpy as np
 
 from resilient.planners.costs.cost_model import Curve, UnitCosts, UnitLayer
 from resilient.planners.planner import Parallelism
-from resilient.planners.stages.stage_work import num_recomputed, token_bytes
+from resilient.planners.stages.stage_work import kept_by_layers, num_recomputed, token_bytes
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -122,8 +122,8 @@ class CallWork(Taken):
                 ):
                     work = curve.attention * squares + curve.linear * tokens + curve.fixed
                     table[stage, chosen] = np.where(tokens > 0, work, 0.0)
-                of_token = token_bytes(unit, spread, degree, np.array([each.kept_bytes for each in passed]))
-                kept[stage, chosen] = tokens * of_token
+                of_layers = kept_by_layers([(each.kept_bytes, each.entered_bytes, each.given_bytes) for each in passed])
+                kept[stage, chosen] = tokens * token_bytes(unit, spread, degree, of_layers)
                 if layers[0].input_gradient and not again:
                     deferred[stage, chosen] = tokens * sum(each.deferred_bytes for each in passed)
         return cls(
@@ -186,6 +186,8 @@ class LayerCall(NamedTuple):
     backward: Curve
     weights: Curve
     kept_bytes: float
+    entered_bytes: float
+    given_bytes: float
     deferred_bytes: float
 
 
@@ -223,6 +225,8 @@ def curves_at(unit: UnitCosts, layer: UnitLayer, tp: int, cp: int) -> LayerCall:
         backward=curve_between(one.backward, other.backward),
         weights=curve_between(one.weights, other.weights),
         kept_bytes=between(one.kept_bytes, other.kept_bytes),
+        entered_bytes=between(one.entered_bytes, other.entered_bytes),
+        given_bytes=between(one.given_bytes, other.given_bytes),
         deferred_bytes=between(one.deferred_bytes, other.deferred_bytes),
     )
 
@@ -235,5 +239,7 @@ def _profiled(unit: UnitCosts, layer: UnitLayer, tp: int, cp: int) -> LayerCall:
         backward=layer.backward(index),
         weights=curves.backward_weight * trains,
         kept_bytes=curves.activation_bytes,
+        entered_bytes=curves.entered_bytes,
+        given_bytes=curves.given_bytes,
         deferred_bytes=curves.deferred_bytes * trains,
     )

@@ -19,7 +19,7 @@ from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.packing.balance import fullest, loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
-from resilient.planners.stages.stage_work import dealt_by, deferred_bytes, kept_bytes, splits
+from resilient.planners.stages.stage_work import dealt_by, deferred_bytes, has_second, kept_bytes
 from resilient.planners.stages.virtual_stages import in_flight, passed, room_parts
 from resilient.templates.common.arrays import Flags, Floats, Ints
 
@@ -36,17 +36,17 @@ def passed_behind(configuration: Configuration, unit: str) -> int:
     return sum(passed(configuration.units[each]) for each in after)
 
 
-def with_waiting(in_flight: Ints, splits: Flags) -> tuple[Ints, Ints]:
+def with_waiting(in_flight: Ints, has_second: Flags) -> tuple[Ints, Ints]:
     """Return how many cells stages hold until the second part of their backward, and of how many that is to come.
 
     It comes as late as that of the lane's first stage. [..., num_stages] each
 
     Args:
         in_flight: Cells until the first part. [..., num_stages]
-        splits: Which stages have two. [..., num_stages]
+        has_second: Which stages have two. [..., num_stages]
     """
-    held = np.where(splits, np.maximum(in_flight, in_flight[..., :1]), in_flight)
-    return held, np.where(splits, held - in_flight + 1, 0)
+    held = np.where(has_second, np.maximum(in_flight, in_flight[..., :1]), in_flight)
+    return held, np.where(has_second, held - in_flight + 1, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,7 +148,7 @@ class MemoryBudget:
             held, kept = windows(configuration, name), kept_bytes(unit, spread)
             waiting, deferred = np.zeros_like(held), np.zeros_like(kept)
             if setting.splits and configuration.shard == 1:
-                held, waiting = with_waiting(held, splits(unit, spread))
+                held, waiting = with_waiting(held, has_second(unit, spread))
                 deferred = deferred_bytes(unit, spread)
             room = np.tile(memory - state, spread.chunks) * room_parts(spread, kept * held + deferred * waiting)
             # Of several pipelines that a stage works for, each has a part of it.

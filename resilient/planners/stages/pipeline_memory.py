@@ -6,7 +6,7 @@ devices divide a copy. Counted are cells of one size by unit, as many of them as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from resilient.planners.stages.memory_budget import passed_behind, windows
 from resilient.planners.stages.unit_memory import LaneCell, StageBytes, stage_bytes
 from resilient.planners.stages.virtual_stages import held_together
 from resilient.templates.common.arrays import Flags, Ints
+from resilient.templates.schedules.kind import ScheduleKind
 
 
 class CellSize(NamedTuple):
@@ -99,17 +100,21 @@ def _held(
     for unit in setting.costs.units:
         spread = configuration.units[unit.name]
         cells_of = [_cell(setting, unit, cells, rows, lane) for lane in range(len(rows[unit.name]))]
-        known = {cell: stage_bytes(unit, spread, configuration.shard, cell) for cell in dict.fromkeys(cells_of)}
+        kind = ScheduleKind.ZB_H1 if setting.splits and with_activations else ScheduleKind.ONE_F_ONE_B
+        known = {cell: stage_bytes(unit, spread, configuration.shard, cell, kind) for cell in dict.fromkeys(cells_of)}
         of_lanes = [known[cell] for cell in cells_of]
         in_flight = _in_flight(configuration, unit.name, np.stack([lane.kept for lane in of_lanes]))
-        in_flight = np.minimum(in_flight, configuration.num_microbatches)  # windows may be wider
-        waiting = np.zeros_like(in_flight)
-        if setting.splits:
-            in_flight, waiting = _with_waiting(in_flight, np.stack([lane.splits for lane in of_lanes]))
-        each = [lane.kept if with_activations else lane.handed_on for lane in of_lanes]
-        held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches) + in_flight * np.stack(each)
-        if with_activations:
-            held[unit.name] += waiting * np.stack([lane.deferred for lane in of_lanes])
+        before, waiting = (
+            np.stack(each)
+            for each in (
+                [lane.kept if with_activations else lane.handed_on for lane in of_lanes],
+                [lane.waiting if with_activations else lane.handed_on_waiting for lane in of_lanes],
+            )
+        )
+        has_second = np.stack([lane.has_second for lane in of_lanes]) & setting.splits
+        moments = _moments(in_flight, has_second, configuration.num_microbatches)
+        held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches)
+        held[unit.name] += np.max([counts[0] * before + counts[1] * waiting for counts in moments], axis=0)
         running[unit.name] = np.stack([lane.running for lane in of_lanes])
     for row in range(len(layout.sizes)):  # of whose stages one runs at a time
         most = {name: np.where(of_unit == row, running[name], -1) for name, of_unit in rows.items()}
@@ -119,17 +124,21 @@ def _held(
     return held
 
 
-def _with_waiting(in_flight: Ints, splits: Flags) -> tuple[Ints, Ints]:
-    """Return how many cells stages hold until the second part of their backward, and of how many that is to come.
+def _moments(in_flight: Ints, has_second: Flags, num_cells: int) -> Sequence[tuple[Ints, Ints]]:
+    """Return how many cells stages hold until the first part of their backward is over, and between the parts.
 
-    It comes as late as that of the lane's first stage. [num_lanes, num_stages] each
+    That is at two moments, at one of which stages hold most: before any first part is over, as far as there are more
+    than wait later, and when most wait. The second part comes as late as that of the lane's first stage.
+    [num_lanes, num_stages] each
 
     Args:
         in_flight: Cells until the first part. [num_lanes, num_stages]
-        splits: Which stages have two. [num_lanes, num_stages]
+        has_second: Which stages have two. [num_lanes, num_stages]
+        num_cells: Cells of a step; windows may be wider.
     """
-    held = np.where(splits, np.maximum(in_flight, in_flight[:, :1]), in_flight)
-    return held, np.where(splits, held - in_flight + 1, 0)
+    late = np.where(has_second, np.maximum(in_flight[:, :1] - in_flight, 0), 0)
+    before, waiting = np.minimum(in_flight, num_cells), np.minimum(late, num_cells - 1)
+    return (before, np.minimum(late, num_cells - before)), (np.minimum(in_flight, num_cells - waiting), waiting)
 
 
 def _whole_step(lanes: list[StageBytes], num_cells: int) -> Ints:

@@ -75,14 +75,28 @@ def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
     Layers without a backward keep nothing.
     """
     index = unit.index(spread.tp, spread.cp)
-    ends = np.cumsum(spread.stage_layers)[:-1]
-    passed = np.split(np.array([layer.has_backward for layer in unit.layers]), ends)
-    kept = np.split(np.array([layer.curves[index].activation_bytes for layer in unit.layers]), ends)
-    found = [token_bytes(unit, spread, spread.cp, each[some]) for each, some in zip(kept, passed, strict=True)]
+    found: list[float] = []
+    for first, number in zip(spread.first_layers.tolist(), spread.stage_layers, strict=True):
+        passed = [layer.curves[index] for layer in unit.layers[first : first + number] if layer.has_backward]
+        tables = [(each.activation_bytes, each.entered_bytes, each.given_bytes) for each in passed]
+        found.append(token_bytes(unit, spread, spread.cp, kept_by_layers(tables)))
     return np.array(found)
 
 
-def splits(unit: UnitCosts, spread: Parallelism) -> Flags:
+def kept_by_layers(layers: Sequence[tuple[float, float, float]]) -> Floats:
+    """Return what each of a stage's layers that have a backward keeps, per token. [num_layers]
+
+    The first one holds what enters the stage, an inner one as far as it or the one before keeps that.
+
+    Args:
+        layers: Of each what :class:`~resilient.planners.costs.cost_model.LayerCurves` says of activations, what enters,
+            and what is given on.
+    """
+    kept, entered, given = np.array(layers, np.float64).reshape(-1, 3).T
+    return kept + np.append(entered[:1], np.minimum(entered[1:], given[:-1]))
+
+
+def has_second(unit: UnitCosts, spread: Parallelism) -> Flags:
     """Return which stages have a second part of their backward, where backwards are split. [num_stages]
 
     One that trains does, but for layers that run again: these are differentiated at once, if something that came in
@@ -101,7 +115,7 @@ def deferred_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
     index = unit.index(spread.tp, spread.cp)
     each = by_stage(spread, [layer.curves[index].deferred_bytes * layer.trainable for layer in unit.layers])
     wanted = np.array([unit.layers[first].input_gradient for first in spread.first_layers])
-    return each * (wanted & splits(unit, spread))
+    return each * (wanted & has_second(unit, spread))
 
 
 def num_recomputed(spread: Parallelism, num_layers: int) -> int:

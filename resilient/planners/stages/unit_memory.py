@@ -18,6 +18,7 @@ from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
+from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.search.layer_costs import LayerCosts
 from resilient.templates.search.stage_memory import StageMemory
 
@@ -48,8 +49,9 @@ class StageBytes:
         arriving: What comes in, and gradients that go back.
         kept: Of each cell in flight.
         handed_on: Part of it: what is sent, and where the gradient of that is to arrive.
-        deferred: Kept besides of each between the two parts of its backward; 0 where that has one part.
-        splits: Whether it has two.
+        waiting: Kept of each between the two parts of its backward; 0 where nothing is left for the second one.
+        handed_on_waiting: Part of it: what is sent.
+        has_second: Whether something is.
         sent: Of each cell until the step ends: what is sent for which no gradient returns, that would show its receipt.
         running: Used besides while a cell runs; of several stages on a device one does at a time.
     """
@@ -58,13 +60,16 @@ class StageBytes:
     arriving: Ints
     kept: Ints
     handed_on: Ints
-    deferred: Ints
-    splits: Flags
+    waiting: Ints
+    handed_on_waiting: Ints
+    has_second: Flags
     sent: Ints
     running: Ints
 
 
-def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell) -> StageBytes:
+def stage_bytes(
+    unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell, kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+) -> StageBytes:
     """Return what the stages of a unit hold if all cells are like one.
 
     Args:
@@ -72,6 +77,7 @@ def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell
         spread: How it is spread, without context parallelism.
         shard: Devices that divide a copy, none of them tensor parallel; 1: each has its own.
         cell: The largest of a lane.
+        kind: Of the schedule: what runs besides where backwards are split leaves gradients at parameters.
 
     Raises:
         ValueError: The degree was not profiled.
@@ -87,26 +93,32 @@ def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell
     )
     cluster = Cluster(devices_per_node=spread.tp * shard)
     profile = ModelProfile(layers=(nothing, *layers, behind), tp_degrees=(spread.tp,))
-    problem = PlanningProblem(profile=profile, num_microbatches=1, cluster=cluster, max_failures=0)
+    problem = PlanningProblem(profile=profile, num_microbatches=1, cluster=cluster, max_failures=0, schedule=kind)
     costs = LayerCosts(problem, shard, awaits_sends=False)
     memory = StageMemory(problem, costs, 0)
     firsts = spread.first_layers + 1
     ends = firsts + np.array(spread.stage_layers)
     arriving, handed_on = (np.array(each[0], dtype=np.int64) for each in (costs.arriving, costs.handed_on))
-    kept, running = memory.kept[firsts, ends], memory.workspace[firsts, ends]
-    deferred, trained = memory.deferred[firsts, ends], np.cumsum([False, *(layer.trainable for layer in layers)])
+    kept = memory.kept[firsts, ends]
+    waiting, running = memory.waiting[firsts, ends], memory.workspace[firsts, ends]
+    wants = np.array([layer.input_gradient for layer in profile.layers])
+    wanted, returned = wants[firsts], handed_on[ends] // 2 * wants[ends]
+    trained = np.cumsum([False, *(layer.trainable for layer in layers)])
+    has_second = (trained[ends - 1] > trained[firsts - 1]) & (shard == 1)
     passed = np.concatenate(([0], np.cumsum([layer.trainable or layer.input_gradient for layer in layers])))
     for stage, (begin, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         number = num_recomputed(spread, int(passed[end - 1] - passed[begin - 1]))
         if not number:
             continue
-        deferred[stage] = 0
         first = int(np.searchsorted(passed, passed[begin - 1], side="right"))  # of those that have a backward
         middle = first + number
         kept[stage], running[stage] = memory.inputs[first, middle], memory.largest[first, middle]
         if middle < end:
             kept[stage] += memory.kept[middle, end] - handed_on[middle]
             running[stage] = max(running[stage], memory.workspace[middle, end])
+        # what runs again does so in the first part, which then is all of it, or where none is in the second
+        has_second[stage] &= not wanted[stage]
+        waiting[stage] = kept[stage] * has_second[stage]
     held = memory.held[firsts, ends]
     pairs = zip(profile.layers, costs.inputs[0], strict=True)
     sent = np.array([0 if layer.input_gradient else num_bytes for layer, num_bytes in pairs], dtype=np.int64)
@@ -115,8 +127,9 @@ def stage_bytes(unit: UnitCosts, spread: Parallelism, shard: int, cell: LaneCell
         arriving=arriving[firsts],
         kept=kept,
         handed_on=handed_on[ends],
-        deferred=deferred,
-        splits=(trained[ends - 1] > trained[firsts - 1]) & (shard == 1),
+        waiting=waiting,
+        handed_on_waiting=(handed_on[ends] - returned * wanted) * has_second,
+        has_second=has_second,
         sent=sent[ends],
         running=running,
     )

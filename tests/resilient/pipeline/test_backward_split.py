@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -186,6 +187,20 @@ def test_without_inputs_all_is_left_for_the_second_part() -> None:
     deferred.accumulate()
     assert module.a.weight.grad is not None
     assert module.table.weight.grad is not None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_graph_is_free_where_the_second_part_needs_nothing_of_it(frozen: bool) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Tanh()).double().requires_grad_(not frozen)
+    received = inputs()[:1]
+    inner = layers[:2](received[0])
+    output = layers[2](inner)
+    parameters = [parameter for parameter in layers.parameters() if parameter.requires_grad]
+    _, deferred = differentiate_inputs([output], [output.detach()], received, parameters)
+    kept = StorageWeakRef(inner.untyped_storage())
+    del inner, output
+    assert kept.expired() == frozen
+    assert (deferred.num_bytes == 0) == frozen
 
 
 def test_nothing_to_differentiate() -> None:

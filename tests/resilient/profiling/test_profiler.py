@@ -109,8 +109,10 @@ def test_bytes_are_those_of_states_carries_and_kept_activations() -> None:
     assert (middle.parameter_bytes, middle.optimizer_bytes, middle.gradient_bytes) == (4 * (OUT * OUT + OUT), 0, 0)
     wide = 4 * MICROBATCH * OUT
     assert [layer.input_bytes for layer in layers.values()] == [0, wide, wide]
-    # of the first one's matrix the microbatch; what a tanh makes counts where it enters, whoever keeps it
-    assert [layer.costs[0].activation_bytes for layer in (first, middle)] == [4 * MICROBATCH * IN, wide]
+    # of the first one's matrix the microbatch; what its tanh makes it keeps, and the frozen matrix behind it does not
+    costs = [layer.costs[0] for layer in (first, middle)]
+    assert [cost.activation_bytes for cost in costs] == [4 * MICROBATCH * IN, 0]
+    assert [(cost.entered_bytes, cost.given_bytes) for cost in costs] == [(0, wide), (wide, wide)]
     assert last.costs[0].activation_bytes >= wide
     # a gradient is made beside the one that it is added to
     assert first.costs[0].workspace_bytes >= 4 * IN * OUT

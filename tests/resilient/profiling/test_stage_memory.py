@@ -82,18 +82,46 @@ def llama() -> Job:
     return make_job(model=model, dataset=Texts(), precision="fp32", microbatch=2, global_batch=16)
 
 
-def convolutions(*, are_frozen: bool = False) -> Job:
+def convolutions(*frozen: int) -> Job:
     """Four layers with small states and large activations, in front of one with large states."""
 
-    def convolution(*modules: nn.Module) -> nn.Module:
-        return nn.Sequential(*modules, nn.ReLU()).requires_grad_(not are_frozen)
+    def convolution(index: int, *modules: nn.Module) -> nn.Module:
+        return nn.Sequential(*modules, nn.ReLU()).requires_grad_(index not in frozen)
 
     layers = [
         lambda: nn.Unflatten(1, (1, 16, 16)),
-        lambda: convolution(nn.Conv2d(1, 8, 3, padding=1)),
-        *[lambda: convolution(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8))] * 3,
+        lambda: convolution(1, nn.Conv2d(1, 8, 3, padding=1)),
+        *[lambda i=i: convolution(i, nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8)) for i in (2, 3, 4)],
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(8 * WIDTH, WIDTH)),
     ]
+    model = Chain(layers, summed_loss)
+    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=64, global_batch=512)
+
+
+def normed() -> nn.Module:
+    """What it hands on it does not keep, nor does a matrix that is frozen."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+
+
+class GatedBlock(nn.Module):
+    """A block of Llama's kind, for which a sample is a sequence of four tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.RMSNorm(64), nn.RMSNorm(64)
+        self.mix, self.out, self.up, self.down = (nn.Linear(*of) for of in [(64, 192), (64, 64), (64, 344), (172, 64)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (4, 64))
+        query, key, value = self.mix(self.before(x)).unflatten(-1, (3, 4, -1)).transpose(1, 3).unbind(2)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        gate, up = self.up(self.between(x)).chunk(2, dim=-1)
+        return (x + self.down(nn.functional.silu(gate) * up)).flatten(1)
+
+
+def partly_frozen(make: Callable[[], nn.Module], *frozen: int, num_layers: int = 6) -> Job:
+    """Layers of one kind, some of which are frozen."""
+    layers = [lambda index=index: make().requires_grad_(index not in frozen) for index in range(num_layers)]
     model = Chain(layers, summed_loss)
     return make_job(model=model, dataset=Points(), precision="fp32", microbatch=64, global_batch=512)
 
@@ -118,7 +146,14 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
         "chain": chain(),
         "llama": llama(),
         "convolutions": convolutions(),
-        "frozen convolutions": convolutions(are_frozen=True),
+        "frozen convolutions": convolutions(1, 2, 3, 4),
+        "convolutions, the third frozen": convolutions(3),
+        "normed, a frozen stage": partly_frozen(normed, 2, 3),
+        "normed, frozen layers among others": partly_frozen(normed, 1, 3, 5),
+        "normed, 12 layers": partly_frozen(normed, 3, 4, 5, 8, 10, num_layers=12),
+        "gated, a frozen stage": partly_frozen(GatedBlock, 2, 3),
+        "gated, frozen layers among others": partly_frozen(GatedBlock, 1, 3, 5),
+        "gated, 12 layers": partly_frozen(GatedBlock, 3, 4, 5, 8, 10, num_layers=12),
         "widened": widened(),
         "narrow": narrow(),
     }
@@ -187,7 +222,7 @@ def test_planned_memory_is_what_is_allocated(
 
 @pytest.mark.parametrize("row", range(3))
 @pytest.mark.parametrize("kind", CHUNK_KINDS)
-@pytest.mark.parametrize("name", ["chain", "llama"])
+@pytest.mark.parametrize("name", ["chain", "llama", "normed, 12 layers", "gated, 12 layers"])
 def test_planned_memory_of_rows_with_two_stages_is_what_is_allocated(
     name: str, kind: ScheduleKind, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
 ) -> None:
@@ -224,6 +259,41 @@ def test_what_is_read_counts_once_where_a_view_of_it_comes_in(jobs: dict[str, tu
     assert jobs["convolutions"][1].layers[1].costs[0].activation_bytes == 64 * WIDTH * 4
 
 
+PARTLY_FROZEN = (
+    "convolutions, the third frozen",
+    "normed, a frozen stage",
+    "normed, frozen layers among others",
+    "gated, a frozen stage",
+    "gated, frozen layers among others",
+)
+
+
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, ScheduleKind.SPLIT, ScheduleKind.ZB_H1, ScheduleKind.ZB_H2])
+@pytest.mark.parametrize("name", PARTLY_FROZEN)
+def test_planned_memory_of_partly_frozen_models_is_what_is_allocated(
+    name: str, kind: ScheduleKind, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
+) -> None:
+    job, profile = jobs[name]
+    plan = Plan(pipelines=(pipeline((0, 2, 4, 6), 8, 0, 1, 1, 1),), schedule_kind=kind)
+    write_initial(job, tmp_path)
+    assert planned(profile, plan, row) == pytest.approx(allocated(job, plan, row, tmp_path), rel=0.1)
+
+
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize("name", PARTLY_FROZEN)
+def test_planned_memory_of_split_backwards_where_layers_run_again_is_what_is_allocated(
+    name: str, row: int, jobs: dict[str, tuple[Job, ModelProfile]], tmp_path: Path
+) -> None:
+    job, profile = jobs[name]
+    laid_out = pipeline((0, 2, 4, 6), 8, 0, 1, 1, 1)
+    stages = tuple(replace(stage, recomputed_layers=2) for stage in laid_out.template.stages)
+    laid_out = replace(laid_out, template=replace(laid_out.template, stages=stages))
+    plan = Plan(pipelines=(laid_out,), schedule_kind=ScheduleKind.ZB_H1)
+    write_initial(job, tmp_path)
+    assert planned(profile, plan, row) == pytest.approx(allocated(job, plan, row, tmp_path), rel=0.1)
+
+
 def with_even_times(profile: ModelProfile) -> ModelProfile:
     """The profile, with layers that all take as long."""
     times: dict[str, Any] = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0}
@@ -248,8 +318,8 @@ def planned(profile: ModelProfile, plan: Plan, row: int) -> int:
     costs = StageCosts(problem, stage.shard)
     (option,) = (index for index, each in enumerate(costs.options) if each[:2] == (stage.num_devices, stage.shard))
     again = stage.recomputed_layers > 0
-    held = costs.in_flight_of_stages(len(stages))[row]
-    made = costs.stage(stage.first_layer, stage.end_layer, option, 0, *held, checkpointing=again)
+    held = costs.held_of_stages(len(stages))[row]
+    made = costs.stage(stage.first_layer, stage.end_layer, option, 0, held, checkpointing=again)
     return made.memory_bytes
 
 

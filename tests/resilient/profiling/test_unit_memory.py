@@ -90,8 +90,7 @@ def of_pictures(num_layers: int) -> ViTConfig:
     return ViTConfig(**sizes, **dropout, **shape, num_hidden_layers=num_layers)
 
 
-@pytest.fixture(scope="module")
-def measured() -> tuple[Job, CostModel, SampleTable]:
+def measure_drawings(*, frozen_language_model: bool = False) -> tuple[Job, CostModel, SampleTable]:
     """A job with an encoder of 5 layers, a language model of 6, and a generator of 4; its costs, its lengths."""
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 344}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -100,12 +99,23 @@ def measured() -> tuple[Job, CostModel, SampleTable]:
         language_model=LlamaConfig(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=False),
         generators={"image": GeneratorModule(of_pictures(2), placeholder_id=DRAWN_ID)},
         labels="shifted",
+        frozen_language_model=frozen_language_model,
     )
     job = make_job(
         model=model, dataset=Drawings(), precision="fp32", planner="resilient", num_steps=STEP, global_batch=8
     )
     drawn = draw_lengths(job)
     return job, measure_units(job, drawn, on_layer=lambda _: None, timed=once), drawn.table
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[Job, CostModel, SampleTable]:
+    return measure_drawings()
+
+
+@pytest.fixture(scope="module")
+def measured_frozen() -> tuple[Job, CostModel, SampleTable]:
+    return measure_drawings(frozen_language_model=True)
 
 
 def once(run: Callable[[], object]) -> float:
@@ -177,6 +187,19 @@ def test_planned_memory_of_split_backwards_is_what_is_allocated(
     row: int, measured: tuple[Job, CostModel, SampleTable], tmp_path: Path
 ) -> None:
     """Later stages keep as many cells as the first one, with the gradients that wait."""
+    check_split_backwards(row, measured, tmp_path)
+
+
+@pytest.mark.parametrize("row", [2, 3])
+def test_planned_memory_of_frozen_stages_among_split_backwards_is_what_is_allocated(
+    row: int, measured_frozen: tuple[Job, CostModel, SampleTable], tmp_path: Path
+) -> None:
+    """They keep nothing until the second part."""
+    check_split_backwards(row, measured_frozen, tmp_path)
+
+
+def check_split_backwards(row: int, measured: tuple[Job, CostModel, SampleTable], tmp_path: Path) -> None:
+    """Compare a row of five, of which three have the language model."""
     job, costs, samples = measured
     setting = Setting(
         costs=costs, cluster=Cluster(devices_per_node=1), num_nodes=5, global_batch=job.global_batch,

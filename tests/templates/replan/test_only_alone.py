@@ -14,7 +14,7 @@ from resilient.templates.composition.compose import compose, compositions
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan_candidates, templates_for
-from resilient.templates.schedules.kind import INTERLEAVED_KINDS, ScheduleKind
+from resilient.templates.schedules.kind import INTERLEAVED_KINDS, SPLIT_KINDS, ScheduleKind
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.search.template_sizes import usable_nodes
 from resilient.templates.template import TemplateSet
@@ -59,7 +59,8 @@ def taken(problem: PlanningProblem, pipeline: Pipeline) -> int:
     for row, stages in enumerate(template.rows):
         of_row = [StageBytes(problem.profile, stage.first_layer, stage.end_layer) for stage in stages]
         turns = (row, row) in pairwise(template.row_of)
-        most = max(most, row_bytes(of_row, seen[row], again=stages[0].checkpointing, turns=turns))
+        splits = problem.schedule in SPLIT_KINDS
+        most = max(most, row_bytes(of_row, seen[row], again=stages[0].checkpointing, turns=turns, splits=splits))
     return most
 
 

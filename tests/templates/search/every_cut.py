@@ -19,8 +19,13 @@ from tests.templates.search.exhaustive import gradient_sum_ms
 from tests.templates.search.stage_bytes import StageBytes
 
 
-def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -> PlanningProblem:
-    """Make a job for exactly its ``min_pipeline_nodes`` nodes of one device, some with little memory or slow links."""
+def uneven_job(
+    draw: random.Random, kind: ScheduleKind, most_layers: int = 11, *, partly_frozen: bool = False
+) -> PlanningProblem:
+    """Make a job for exactly its ``min_pipeline_nodes`` nodes of one device.
+
+    Some have little memory, slow links, or frozen first layers; with ``partly_frozen`` all have some among the others.
+    """
     num_nodes, num_chunks = draw.choice([(2, 2), (2, 3), (3, 2), (4, 2)])
     num_chunks = chunks_of(kind, num_chunks)
     num_layers = draw.randint(num_nodes * num_chunks + 1, most_layers)
@@ -34,7 +39,9 @@ def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -
         for i in range(num_layers)
     )
     profile = ModelProfile(layers=layers)
-    if draw.random() < 0.3:
+    if partly_frozen:
+        profile = profile.frozen([f"l{i}" for i in range(num_layers) if draw.random() < 0.4])
+    elif draw.random() < 0.3:
         profile = profile.frozen([f"l{i}" for i in range(draw.randint(1, num_layers // 2))])
     return PlanningProblem(
         profile=profile,
@@ -53,7 +60,10 @@ def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -
 
 @cache
 def moments(kind: ScheduleKind, num_rows: int, num_chunks: int, num_microbatches: int) -> list[set[tuple[int, ...]]]:
-    """What each row has of its chunks while it runs an action: how many in flight, and of how many gradients wait."""
+    """What each row has of its chunks while it runs an action but a backward for weights.
+
+    How many before their backward, or the first part of it, is over, and how many between the parts.
+    """
     schedule = generate(kind, num_rows, num_microbatches, num_chunks=num_chunks)
     of_rows: list[set[tuple[int, ...]]] = []
     for actions in schedule.rows:
@@ -61,33 +71,28 @@ def moments(kind: ScheduleKind, num_rows: int, num_chunks: int, num_microbatches
         for action in actions:
             chunk = action.stage // num_rows
             counts[chunk] += action.op is Op.FORWARD
-            counts[num_chunks + chunk] += action.op is Op.BACKWARD_INPUT
-            seen.add(tuple(counts))
-            counts[chunk] -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-            counts[num_chunks + chunk] -= action.op is Op.BACKWARD_WEIGHT
+            if action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+                seen.add(tuple(counts))
+            counts[chunk] -= action.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+            counts[num_chunks + chunk] += (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
         of_rows.append(seen)
     return of_rows
 
 
-def row_bytes(stages: list[StageBytes], seen: set[tuple[int, ...]], *, again: bool, turns: bool) -> int:
+def row_bytes(stages: list[StageBytes], seen: set[tuple[int, ...]], *, again: bool, turns: bool, splits: bool) -> int:
     """What a row holds at the moment at which that is most, beside the state and the largest workspace.
 
     Where it turns the first of two stages hands on to the second, which keeps that.
     """
     held, size = sum(each.held for each in stages) - turns * stages[-1].arriving, len(stages)
     passed = turns * stages[0].handed_on
-    if again:
-        moving = max(
-            sum(n * each.each_again for n, each in zip(counts[:size], stages, strict=True)) - counts[0] * passed
-            for counts in seen
-        )
-        return held + moving + max(each.largest for each in stages)
+    each = [(x.each_again, x.waiting_again) if again else (x.each, x.waiting) for x in stages]
     moving = max(
-        sum(n * x.each + waits * x.deferred for n, waits, x in zip(counts[:size], counts[size:], stages, strict=True))
+        sum(n * kept + waits * between for n, waits, (kept, between) in zip(counts, counts[size:], each, strict=False))
         - counts[0] * passed
         for counts in seen
     )
-    return held + moving + max(each.workspace for each in stages)
+    return held + moving + max(x.largest if again else x.workspace + splits * x.deferred for x in stages)
 
 
 def every_cut(problem: PlanningProblem, *, alone: bool = False) -> Iterator[PipelineTemplate]:
@@ -131,7 +136,10 @@ def every_cut(problem: PlanningProblem, *, alone: bool = False) -> Iterator[Pipe
         for row in range(num_rows if limit is not None else 0):
             of_row = [plain[index][1] for index, at in enumerate(row_of) if at == row]
             turns = (row, row) in pairwise(row_of)
-            kept, inputs = (row_bytes(of_row, seen[row], again=again, turns=turns) for again in (False, True))
+            splits = problem.schedule in SPLIT_KINDS
+            kept, inputs = (
+                row_bytes(of_row, seen[row], again=again, turns=turns, splits=splits) for again in (False, True)
+            )
             taken.append((kept, inputs))
         fits = [True] * num_rows if limit is None else [kept <= limit for kept, _ in taken]
         if limit is not None and not all(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import combinations, product
 
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import PlanningProblem, Sharding
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import LATER_KINDS, SPLIT_KINDS, ScheduleKind
+from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.template import PipelineTemplate, StageSpec
 from tests.templates.search.stage_bytes import StageBytes, used
 
@@ -19,8 +21,9 @@ Ns = int
 Devices = tuple[int, int]
 """Of a stage: its groups of devices, and the devices of each."""
 
-InFlight = tuple[int, int]
-"""Rounds that a stage holds, and those of them between the parts of a backward."""
+InFlight = frozenset[tuple[int, int]]
+"""At each moment the rounds that a stage holds before its backward, or the first part of it, is over, and those between
+the parts; but while the second part runs."""
 
 
 def all_templates(problem: PlanningProblem, num_nodes: int) -> Iterator[PipelineTemplate]:
@@ -72,17 +75,29 @@ def _splits(devices: int, choices: tuple[Devices, ...]) -> Iterator[tuple[Device
 
 def in_flight(problem: PlanningProblem, num_stages: int, stage: int, round_size: int) -> InFlight:
     """Return how many rounds of microbatches a stage must hold."""
+    if problem.schedule in LATER_KINDS:  # whatever there are
+        return frozenset({(num_stages - stage, 0)})
     most = -(-(problem.num_microbatches - problem.max_failures) // round_size)
-    deferred = {ScheduleKind.SPLIT: 1, ScheduleKind.ZB_H1: stage + 1, ScheduleKind.ZB_H2: 2 * stage + 1}
-    in_all = {
-        ScheduleKind.ONE_F_ONE_B: num_stages - stage,
-        ScheduleKind.EAGER: num_stages - stage,
-        ScheduleKind.SPLIT: num_stages - stage,
-        ScheduleKind.GPIPE: most,
-        ScheduleKind.ZB_H1: min(num_stages, most),
-        ScheduleKind.ZB_H2: min(2 * num_stages - 1, most),
-    }[problem.schedule]
-    return in_all, min(deferred.get(problem.schedule, 0), most)
+    return moments_of_rows(problem.schedule, num_stages, most)[stage]
+
+
+@cache
+def moments_of_rows(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> list[InFlight]:
+    """What each row of a schedule has in flight."""
+    return [moments_of_row(actions) for actions in generate(kind, num_rows, num_microbatches).rows]
+
+
+def moments_of_row(actions: Iterable[Action]) -> InFlight:
+    """What a row has in flight while it runs one of its actions."""
+    before = waiting = 0
+    seen: set[tuple[int, int]] = set()
+    for action in actions:
+        before += action.op is Op.FORWARD
+        if action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            seen.add((before, waiting))
+        before -= action.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+        waiting += (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
+    return frozenset(seen)
 
 
 def make_stage(
@@ -96,8 +111,9 @@ def make_stage(
     layers = profile.layers[first:end]
 
     bytes_of = StageBytes(profile, first, end, groups, degree)
-    rounds, deferred = in_flight
-    plain, again = bytes_of.plain(rounds * turns, deferred * turns), bytes_of.again(rounds * turns)
+    splits = problem.schedule in SPLIT_KINDS
+    plain = max(bytes_of.plain(before * turns, waiting * turns, splits=splits) for before, waiting in in_flight)
+    again = max(bytes_of.again(before * turns, waiting * turns) for before, waiting in in_flight)
     limit = plain if cluster.memory_bytes is None else cluster.memory_bytes
     checkpointing = plain > limit
     if checkpointing and (not problem.activation_checkpointing or again > limit):
@@ -140,7 +156,9 @@ def make_stage(
         backward_ms=backward / 1e6,
         send_ms=send / 1e6,
         memory_bytes=again if checkpointing else plain,
-        max_in_flight=_most_that_fit(problem, again if checkpointing else plain, per_round, rounds),
+        max_in_flight=_most_that_fit(
+            problem, again if checkpointing else plain, per_round, max(before for before, _ in in_flight)
+        ),
     )
 
 

@@ -21,8 +21,10 @@ class StageBytes:
         each_again: Kept of each where layers run again.
         workspace: Used beside what is kept.
         largest: Used by the largest layer that runs again.
-        deferred: Kept besides of each microbatch between the parts of its backward: of one part that of sharded stages
-            is, and that of stages whose input wants no gradient.
+        waiting: Kept of each microbatch between the parts of its backward: of one part that of sharded stages is, and
+            that of frozen ones.
+        waiting_again: The same where layers run again: they do so in the first part.
+        deferred: What the microbatch that is differentiated leaves at parameters for the second part.
     """
 
     def __init__(self, profile: ModelProfile, first: int, end: int, groups: int = 1, degree: int = 1) -> None:
@@ -33,9 +35,8 @@ class StageBytes:
         self.arriving = self._arriving(first)
         self.held = self._held(first, end) + self.arriving + max(layer.read_bytes for layer in self._layers)
         self._of_layers = [layer.costs[q].workspace_bytes for layer in self._layers]
-        self._kept = [
-            max(layer.costs[q].activation_bytes, self._gradient(k)) for k, layer in enumerate(self._layers, start=first)
-        ]
+        self._kept = [self._of_layer(k, q, is_first=k == first or groups > 1) for k in range(first, end)]
+        of_largest = [self._of_layer(k, q, is_first=groups > 1) for k in range(first, end)]
         ends = range(1, len(self._layers) + 1)  # no stage holds less than one that ends before it
         self.handed_on = self._handed_on(ends[-1])
         self.each = max(sum(self._kept[:e]) + self._handed_on(e) for e in ends)
@@ -43,16 +44,28 @@ class StageBytes:
         newest = max(sum(self._kept[: k + 1]) + self._once(k, e) + self._returned(e) for e in ends for k in range(e))
         self.workspace = max(newest - self.each, 0)
         splits = groups == 1 and self._layers[0].input_gradient
-        self.deferred = sum(layer.costs[q].deferred_bytes for layer in self._layers) if splits else 0
-        self.largest = max(kept + self._once(k, ends[-1]) for k, kept in enumerate(self._kept))
+        self._deferred = [layer.costs[q].deferred_bytes if splits else 0 for layer in self._layers]
+        self.deferred = sum(self._deferred)
+        self.waiting = max(self._waiting(e) for e in ends)
+        trains = groups == 1 and any(layer.trainable for layer in self._layers)
+        self.waiting_again = self.each_again if trains and not splits else 0
+        self.largest = max(kept + self._once(k, ends[-1]) for k, kept in enumerate(of_largest))
 
-    def plain(self, in_flight: int, deferred: int = 0) -> int:
+    def plain(self, before: int, waiting: int, *, splits: bool) -> int:
         """With activations kept."""
-        return self.held + in_flight * self.each + deferred * self.deferred + self.workspace
+        return self.held + before * self.each + waiting * self.waiting + self.workspace + self.deferred * splits
 
-    def again(self, in_flight: int) -> int:
+    def again(self, before: int, waiting: int) -> int:
         """With layers that run again."""
-        return self.held + in_flight * self.each_again + self.largest
+        return self.held + before * self.each_again + waiting * self.waiting_again + self.largest
+
+    def _waiting(self, end: int) -> int:
+        """Between the parts, where so many layers are the stage."""
+        if self._groups > 1 or not any(layer.trainable for layer in self._layers[:end]):
+            return 0
+        if not self._layers[0].input_gradient:
+            return sum(self._kept[:end]) + self._handed_on(end)
+        return sum(self._kept[:end]) + sum(self._deferred[:end]) + self._handed_on(end) - self._returned(end) // 2
 
     def _held(self, first: int, end: int) -> int:
         """States and gradients."""
@@ -67,6 +80,15 @@ class StageBytes:
         Where nothing is differentiated: what its first layer is computed from.
         """
         return (self._entering(first) + (self._gradient(first) or self._passing(first))) * (first > 0)
+
+    def _of_layer(self, index: int, q: int, *, is_first: bool) -> int:
+        """What a layer keeps: with what enters if it is held for its gradient, else if one of two layers keeps it."""
+        own = self._profile.layers[index].costs[q]
+        entered = own.entered_bytes * self._profile.layers[index].input_gradient
+        if is_first:
+            return max(own.activation_bytes + entered, self._gradient(index))
+        before = self._profile.layers[index - 1].costs[q].given_bytes if index > 0 else 0
+        return own.activation_bytes + min(entered, before)
 
     def _entering(self, index: int) -> int:
         return -(-self._profile.layers[index].input_bytes // self._degree)

@@ -38,4 +38,4 @@ def test_counts_are_those_of_moments_at_which_no_other_has_more() -> None:
         [[[2, 0], [1, 0]], [[3, 0], [0, 0]]],
     ]
     assert chunk_counts(ScheduleKind.INTERLEAVED, 1, 1, 1, 50).tolist() == [[[[1, 0]]]]
-    assert chunk_counts(ScheduleKind.ZB_V, 4, 2, 1, 100).shape == (4, 3, 2, 2)
+    assert chunk_counts(ScheduleKind.ZB_V, 4, 2, 1, 100).shape == (4, 4, 2, 2)

@@ -106,7 +106,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
                 backward_input_ms=ms / degree,
                 backward_weight_ms=draw(times),
                 activation_bytes=activations // draw(st.sampled_from([1, degree])),
-                deferred_bytes=draw(sizes),
+                **{name: draw(sizes) for name in ("entered_bytes", "given_bytes", "deferred_bytes")},
             )
             for degree in degrees
         )
@@ -185,6 +185,21 @@ def test_memory_in_flight_depends_on_the_stages_that_follow() -> None:
     assert sum(templates is not None for templates in planned) > 20
     assert {stage.checkpointing for stage in stages} == {True, False}
     assert {stage.num_devices for stage in stages} == {1, 2, 4}
+
+
+def partly_frozen(problem: PlanningProblem, seed: int) -> PlanningProblem:
+    """Some layers are frozen: stages of these hold more the more stages follow, others may hold less."""
+    draw = random.Random(seed)
+    names = [each.name for each in problem.profile.layers if draw.random() < 0.4]
+    return replace(problem, profile=problem.profile.frozen(names))
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.SPLIT, ScheduleKind.ZB_H1, ScheduleKind.ZB_H2])
+@pytest.mark.parametrize("number", [4, 32])
+def test_memory_in_flight_depends_on_what_is_trained(kind: ScheduleKind, number: int) -> None:
+    problems = [replace(partly_frozen(tight_problem(seed), seed), schedule=kind) for seed in range(20)]
+    planned = [check_against_all(replace(problem, num_microbatches=number), 2) for problem in problems]
+    assert sum(templates is not None for templates in planned) > 5
 
 
 @pytest.mark.parametrize("kind", [ScheduleKind.ZB_H1, ScheduleKind.ZB_H2])

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.simulator import ActionCosts, simulate
+from resilient.templates.schedules.kind import SPLIT_KINDS, ScheduleKind
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import KINDS, enough_nodes, problems, profile, schedule_alone
+from tests.templates.search.exhaustive import moments_of_row
 from tests.templates.search.stage_bytes import StageBytes
 
 
 @settings(max_examples=60)
 @given(problems(), st.sampled_from(KINDS), st.sampled_from([0.5, 0.7, 0.9, 1.0, 1.2]))
 def test_no_pipeline_takes_more_memory_than_there_is(drawn: PlanningProblem, kind: ScheduleKind, share: float) -> None:
-    """Of each device, in simulation: states, gradients, and what the microbatches keep."""
+    """Of each device: states, gradients, and what the microbatches keep."""
     roomy = replace(drawn, schedule=kind, cluster=replace(drawn.cluster, memory_bytes=None))
     largest = plan_templates(roomy, enough_nodes(roomy)).layouts[-1]
     scarce = int(share * max(stage.memory_bytes for template in largest for stage in template.stages))
@@ -45,17 +45,16 @@ def memory_taken(
     """Per stage: what a device holds all the time (layers it gathers or checkpoints, too), and the rest."""
     held: list[int] = []
     each: list[int] = []
-    deferred: list[int] = []
-    for stage in template.stages:
+    schedule = schedule_alone(problem.schedule, template, num_microbatches)
+    for stage, actions in zip(template.stages, schedule.rows, strict=True):
         of_stage = StageBytes(problem.profile, stage.first_layer, stage.end_layer, stage.shard, stage.tp_degree)
         again, turns = stage.checkpointing, template.round_size // stage.shard
-        held.append(of_stage.held + (of_stage.largest if again else of_stage.workspace))
-        each.append(turns * (of_stage.each_again if again else of_stage.each))
-        deferred.append(0 if again else turns * of_stage.deferred)
-    schedule = schedule_alone(problem.schedule, template, num_microbatches)
-    costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
-    costs = replace(costs, deferred_bytes=deferred)
-    return held, [int(peak) for peak in simulate(schedule, costs).peak_bytes]
+        deferred = of_stage.deferred * (problem.schedule in SPLIT_KINDS)
+        held.append(of_stage.held + (of_stage.largest if again else of_stage.workspace + deferred))
+        before = of_stage.each_again if again else of_stage.each
+        between = of_stage.waiting_again if again else of_stage.waiting
+        each.append(turns * max(n * before + waits * between for n, waits in moments_of_row(actions)))
+    return held, each
 
 
 def eight_layers(kind: ScheduleKind, memory_bytes: int | None) -> PlanningProblem:
@@ -73,19 +72,32 @@ def eight_layers(kind: ScheduleKind, memory_bytes: int | None) -> PlanningProble
 @pytest.mark.parametrize(
     ("kind", "in_flight"),
     [
-        (ScheduleKind.ONE_F_ONE_B, (4, 3, 2, 1)),
-        (ScheduleKind.EAGER, (4, 3, 2, 1)),
-        (ScheduleKind.ZB_H1, (4, 4, 4, 4)),
-        (ScheduleKind.ZB_H2, (7, 7, 7, 7)),
-        (ScheduleKind.GPIPE, (20, 20, 20, 20)),
+        (ScheduleKind.ONE_F_ONE_B, ((4, 0), (3, 0), (2, 0), (1, 0))),
+        (ScheduleKind.EAGER, ((4, 0), (3, 0), (2, 0), (1, 0))),
+        (ScheduleKind.SPLIT, ((4, 0), (3, 0), (2, 0), (1, 0))),
+        (ScheduleKind.ZB_H1, ((4, 0), (3, 1), (2, 2), (1, 3))),
+        (ScheduleKind.ZB_H2, ((7, 0), (5, 2), (3, 4), (1, 6))),
+        (ScheduleKind.GPIPE, ((20, 0), (20, 0), (20, 0), (20, 0))),
     ],
 )
-def test_stages_hold_what_their_schedule_keeps_in_flight(kind: ScheduleKind, in_flight: tuple[int, ...]) -> None:
+def test_stages_hold_what_their_schedule_keeps_in_flight(
+    kind: ScheduleKind, in_flight: tuple[tuple[int, int], ...]
+) -> None:
+    """Before their backward with room for a gradient to return, between its parts without."""
     template = plan_templates(eight_layers(kind, None), 4).best(4, 20)
-    sent, arriving = (20, 20, 20, 0), (0, 20, 20, 20)
+    sent, arriving = (10, 10, 10, 0), (0, 20, 20, 20)
     assert [stage.memory_bytes for stage in template.stages] == [
-        200 + more + count * (60 + each) for count, each, more in zip(in_flight, sent, arriving, strict=True)
+        200 + more + before * (60 + 2 * each) + waiting * (60 + each)
+        for (before, waiting), each, more in zip(in_flight, sent, arriving, strict=True)
     ]
+
+
+def test_frozen_stages_hold_nothing_between_the_parts_of_a_backward() -> None:
+    problem = eight_layers(ScheduleKind.ZB_H1, None)
+    problem = replace(problem, profile=problem.profile.frozen(["l2", "l3", "l4", "l5"]))
+    template = plan_templates(problem, 4).best(4, 20)
+    assert [stage.end_layer for stage in template.stages] == [2, 5, 7, 8]
+    assert template.stages[1].memory_bytes == 3 * 25 + 20 + 3 * (3 * 30 + 20)
 
 
 def test_eager_1f1b_takes_what_memory_1f1b_leaves() -> None:

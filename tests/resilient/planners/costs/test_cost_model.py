@@ -216,8 +216,8 @@ OTHER, AGAIN = "a cost model must be what was written as one, got other data", "
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b'"version":1', b'"version":2', f"a cost model must be of version 1, got 2; {AGAIN}"),
-        (b'"version":1,', b"", f"{OTHER} (Object missing required field `version`); {AGAIN}"),
+        (b'"version":2', b'"version":1', f"a cost model must be of version 2, got 1; {AGAIN}"),
+        (b'"version":2,', b"", f"{OTHER} (Object missing required field `version`); {AGAIN}"),
         (b'"units":', b'"unit":', f"{OTHER} (Object missing required field `units` - at `$.costs`); {AGAIN}"),
         (b'"linear":1.0', b'"linear":null', f"{OTHER} (Expected `float`, got `null` - at "
          f"`$.costs.units[0].layers[0].curves[0].forward.linear`); {AGAIN}"),
