@@ -50,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from parts.planning_jobs import job
 
 _REPEATS = 9
+_SWEEP_S = 60.0  # as a coordinator has it
 
 Calls = Iterator[Callable[[], object]]
 """What is to be measured, one call after the other."""
@@ -178,7 +179,7 @@ CASES: dict[str, tuple[str, Callable[[int], Calls]]] = {
 def _measure(name: str, num_nodes: int) -> dict[str, float]:
     times: list[float] = []
     warm_up()
-    sweeper = Sweeper(0.0)
+    sweeper = Sweeper(_SWEEP_S)
     for call in CASES[name][1](num_nodes):
         sweeper.pass_time(time.monotonic(), is_calm=True)
         started = time.process_time()

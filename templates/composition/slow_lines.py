@@ -166,8 +166,8 @@ class _Nodes(NamedTuple):
         order = np.lexsort((-its_own, -busy_of, np.repeat(first, sizes)))
         return cls(
             first=np.append(first, sizes.sum()),
-            total_ms=np.bincount(layout, filling),
-            filling_ms=np.bincount(node, filling),
+            total_ms=np.bincount(layout, filling).astype(np.float64),
+            filling_ms=np.bincount(node, filling).astype(np.float64),
             busy_ms=busy_of,
             its_own_ms=its_own,
             slowest_first=order - np.repeat(first, sizes),

@@ -35,8 +35,7 @@ from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Placer, Targets
 from resilient.templates.replan.repair import NEW, repairs
-from resilient.templates.replan.step_bounds import StepBounds
-from resilient.templates.replan.way import CandidateKind, ReplanCandidate, Way, fastest_ms
+from resilient.templates.replan.way import CandidateKind, ReplanCandidate, StepBounds, Way, fastest_ms
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import PipelineTemplate, TemplateSet
 
