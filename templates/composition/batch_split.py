@@ -74,6 +74,10 @@ class LineTable(NamedTuple):
         """Return the time of a step with so many microbatches, by line. [pipelines, most lines]"""
         return self.fill + -(-num_microbatches // self.round_size) * self.slowest
 
+    def latest_ns(self, counts: Ints) -> int:
+        """Return the time of a step in which each pipeline has its own number of microbatches. [pipelines]"""
+        return int((self.fill + -(-counts[:, None] // self.round_size) * self.slowest).min(axis=1).max())
+
     def least_time(self, is_enough: Callable[[int], bool], high: int) -> int:
         """Return the least time in which pipelines get through enough.
 
@@ -130,6 +134,24 @@ def least_line(template: PipelineTemplate, *, alone: bool = False) -> Line:
     else:
         fill_ms = template.lone_sync_ms if alone else template.sync_ms
     return Line(max(0, nanoseconds(fill_ms)), max(1, nanoseconds(slowest_ms)), template.round_size)
+
+
+def least_finish_ns(template: PipelineTemplate, factor: float, *, alone: bool = False) -> int:
+    """Return a time that a round takes at least where one of a layout's nodes is so slow, or slower.
+
+    Args:
+        template: The layout.
+        factor: By how much the stages on that node take longer at least, wherever it is, and whichever others are slow.
+        alone: Whether it is the only pipeline of a plan.
+    """
+    if template.lanes != (CHAIN,):
+        return least_line(template, alone=alone).finish_ns(1)
+    node, busy, filling = template.row_times
+    factors = np.where(node == np.arange(template.num_nodes)[:, None], factor, 1.0)  # [slow node, rows]
+    busy, filling = busy * factors, filling * factors
+    times = (filling.sum(axis=1) - filling.max(axis=1)) / template.num_chunks + busy.max(axis=1)
+    # Not more than what is rounded twice.
+    return int((times.min() + (template.lone_sync_ms if alone else template.sync_ms)) * 1e6) - 2
 
 
 def finish_ns(pipeline: Lines, num_microbatches: int) -> int:

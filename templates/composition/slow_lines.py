@@ -14,7 +14,7 @@ from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 from resilient.templates.composition.batch_split import LineTable
 from resilient.templates.schedules.graph import CHAIN
-from resilient.templates.template import PipelineTemplate, RowTimes
+from resilient.templates.template import PipelineTemplate
 
 _MOST_ARRANGEMENTS = 120
 
@@ -90,9 +90,7 @@ class Arrangements:
         differs = (np.diff(self._sizes) != 0) | (np.diff(self._round_sizes) != 0)
         self._kind = np.concatenate(([0], differs.cumsum()))[self._layout]
         self._are_chains = all(layout.lanes == (CHAIN,) for layout in layouts)
-        times = zip(*(layout.row_times for layout in layouts), strict=True)
-        self._row_times = RowTimes(*map(np.concatenate, times))
-        self._first_rows = np.cumsum([0, *(len(layout.rows) for layout in layouts)])
+        self._nodes = _Nodes.of(layouts)
         self._num_chunks = np.array([layout.num_chunks for layout in layouts])[self._layout]
         self._sync_ms = np.array([(layout.sync_ms, layout.lone_sync_ms) for layout in layouts])[self._layout].T
 
@@ -118,10 +116,7 @@ class Arrangements:
             pipelines = _Pipelines(self._layouts, group, self._layout, self._places)
             every = map(pipelines.pipeline, range(len(self._layout)))
             return np.array([self._layouts[layout].line_ms(factors, alone=alone) for layout, factors in every])
-        ones = np.ones(int(self._sizes.max()))
-        times: Floats = compiled(_chain_times)(
-            self._layout, self._places, np.array(group), self._first_rows, *self._row_times, ones
-        )
+        times: Floats = compiled(_chain_times)(self._layout, self._places, np.array(group), *self._nodes)
         times[:, 0] = times[:, 0] / self._num_chunks + self._sync_ms[int(alone)]
         return times
 
@@ -138,15 +133,57 @@ def _anywhere(num_nodes: int, number: int) -> Ints:
     return np.array(list(permutations(range(num_nodes), number)), dtype=np.int64)
 
 
+class _Nodes(NamedTuple):
+    """What the nodes of layouts do, one layout after the other.
+
+    Args:
+        first: The first node of each layout, and behind all of them.
+        total_ms: What the rows of each layout fill.
+        filling_ms: What those of each node do.
+        busy_ms: What the slowest row of each node takes.
+        its_own_ms: What that fills.
+        slowest_first: The nodes of each layout by their slowest row; of equal ones those that fill more come first.
+    """
+
+    first: Ints
+    total_ms: Floats
+    filling_ms: Floats
+    busy_ms: Floats
+    its_own_ms: Floats
+    slowest_first: Ints
+
+    @classmethod
+    def of(cls, layouts: Sequence[PipelineTemplate]) -> _Nodes:
+        """Return those of some layouts."""
+        sizes = np.array([layout.num_nodes for layout in layouts])
+        first = sizes.cumsum() - sizes
+        node, busy, filling = map(np.concatenate, zip(*(layout.row_times for layout in layouts), strict=True))
+        layout = np.repeat(np.arange(len(layouts)), [len(layout.rows) for layout in layouts])
+        node += first[layout]
+        slowest = np.lexsort((filling, busy, node))
+        slowest = slowest[np.append(np.diff(node[slowest]) != 0, True)]
+        busy_of, its_own = busy[slowest], filling[slowest]
+        order = np.lexsort((-its_own, -busy_of, np.repeat(first, sizes)))
+        return cls(
+            first=np.append(first, sizes.sum()),
+            total_ms=np.bincount(layout, filling).astype(np.float64),
+            filling_ms=np.bincount(node, filling).astype(np.float64),
+            busy_ms=busy_of,
+            its_own_ms=its_own,
+            slowest_first=order - np.repeat(first, sizes),
+        )
+
+
 def _chain_times(
     layout: Ints,
     places: Ints,
     group: Floats,
-    first_rows: Ints,
-    node: Ints,
-    busy_ms: Floats,
+    first: Ints,
+    total_ms: Floats,
     filling_ms: Floats,
-    factors: Floats,
+    busy_ms: Floats,
+    its_own_ms: Floats,
+    slowest_first: Ints,
 ) -> Floats:
     """Return for each arrangement what all rows but the slowest fill, and what that takes. [arrangements, 2]
 
@@ -154,27 +191,37 @@ def _chain_times(
         layout: Of each arrangement.
         places: Of the slow nodes in it. [arrangements, slow nodes]
         group: The factors of the slow nodes.
-        first_rows: Where the rows of each layout begin, and the last ones end.
-        node: Of each row.
-        busy_ms: Likewise.
+        first: As of :class:`_Nodes`, as are all others.
+        total_ms: Likewise.
         filling_ms: Likewise.
-        factors: A one for each node of the largest layout.
+        busy_ms: Likewise.
+        its_own_ms: Likewise.
+        slowest_first: Likewise.
     """
     times = np.empty((len(layout), 2))
     for index in range(len(layout)):
-        for slow in range(len(group)):
-            factors[places[index, slow]] = group[slow]
-        slowest = its_own = total = 0.0
-        for row in range(first_rows[layout[index]], first_rows[layout[index] + 1]):
-            busy, filling = busy_ms[row] * factors[node[row]], filling_ms[row] * factors[node[row]]
-            total += filling
+        begin, slow = first[layout[index]], places[index]
+        slowest = its_own = 0.0
+        for rank in range(len(group) + 1):
+            if begin + rank == first[layout[index] + 1]:
+                break
+            node = slowest_first[begin + rank]
+            is_slow = False
+            for place in slow:
+                is_slow = is_slow or place == node
+            if not is_slow:
+                slowest, its_own = busy_ms[begin + node], its_own_ms[begin + node]
+                break
+        total = total_ms[layout[index]]
+        for number in range(len(group)):
+            node, factor = begin + slow[number], group[number]
+            total += (factor - 1.0) * filling_ms[node]
+            busy, filling = busy_ms[node] * factor, its_own_ms[node] * factor
             if busy > slowest:
                 slowest, its_own = busy, filling
             elif busy == slowest:
                 its_own = max(its_own, filling)
         times[index] = total - its_own, slowest
-        for slow in range(len(group)):
-            factors[places[index, slow]] = 1.0
     return times
 
 

@@ -155,8 +155,8 @@ class _Table:
         return found if len(found.slow) + len(found.fast) <= self._num_microbatches else None
 
     def _is_enough(self, tau_ns: int) -> bool:
-        filled = self._filled(self._by_kind(tau_ns))
-        return filled[self._slow][self._min_pipelines :, -1].max() >= self._num_microbatches
+        last = self._filled(self._by_kind(tau_ns))[-1]
+        return bool(last[self._min_pipelines :, -1].max() >= self._num_microbatches)
 
     def _by_kind(self, tau_ns: int) -> Ints:
         """Return what pipelines of each kind get through."""
@@ -164,11 +164,11 @@ class _Table:
         return np.where(capacity > 0, np.minimum(capacity, self._num_microbatches), _IMPOSSIBLE)
 
     @cached_property
-    def _of_group(self) -> dict[Factors, list[int]]:
-        """The kinds with each group of slow nodes."""
-        found: dict[Factors, list[int]] = {}
+    def _of_group(self) -> dict[Factors, range]:
+        """The kinds with each group of slow nodes, which stand together."""
+        found: dict[Factors, range] = {}
         for index, (group, _) in enumerate(self._kinds):
-            found.setdefault(group, []).append(index)
+            found[group] = range(found[group].start if group in found else index, index + 1)
         return found
 
     @cached_property
@@ -184,23 +184,37 @@ class _Table:
         compiled(_fill_counted)(table, values, self._smallest, not self._counts_all)
         return table
 
-    def _filled(self, by_kind: Ints) -> dict[Factors, Ints]:
-        """Return, by the slow nodes that are decided on, what gets through most with up to so many others."""
-        fast = np.maximum.accumulate(self._fast(by_kind), axis=1)[:, -self._width :]
-        tables: dict[Factors, Ints] = {(): np.ascontiguousarray(fast)}  # loops are compiled for one kind of array
+    @cached_property
+    def _tables(self) -> dict[Factors, int]:
+        """The number of the table of each choice of slow nodes that are decided on, those of fewer first."""
+        return {decided: number for number, decided in enumerate([(), *_groups(self._slow)])}
+
+    @cached_property
+    def _steps(self) -> Ints:
+        """How tables are filled in, in order. [steps, 5]
+
+        Of each step the table, that in which the slowest node stands by, that of the nodes which are not in a pipeline
+        with it, the first kind of such pipelines, and one past the last.
+        """
+        numbers, steps = self._tables, list[tuple[int, int, int, int, int]]()
         for decided in _groups(self._slow):
-            table = tables[decided[1:]].copy()
             for group, rest in _with_first(decided):
-                kinds = self._of_group.get(group, [])
-                compiled(_fill_beside)(table, tables[rest], by_kind[kinds], self._others[kinds], not self._counts_all)
-            tables[decided] = table
+                kinds = self._of_group.get(group, range(0))
+                steps.append((numbers[decided], numbers[decided[1:]], numbers[rest], kinds.start, kinds.stop))
+        return np.array(steps, dtype=np.int64)
+
+    def _filled(self, by_kind: Ints) -> Ints:
+        """Return what gets through most with up to so many other nodes. [tables, pipelines, nodes]"""
+        tables = np.empty((len(self._tables), self._last_row + 1, self._width), dtype=np.int64)
+        tables[0] = np.maximum.accumulate(self._fast(by_kind), axis=1)[:, -self._width :]
+        compiled(_fill_beside)(tables, self._steps, by_kind, self._others, not self._counts_all)
         return tables
 
     def _read_back(self, tau_ns: int) -> MixedComposition:
         by_kind = self._by_kind(tau_ns)
         tables, fast = self._filled(by_kind), self._fast(by_kind)
         decided, column = self._slow, self._width - 1
-        row = self._min_pipelines + int(tables[decided][self._min_pipelines :, -1].argmax())
+        row = self._min_pipelines + int(tables[-1, self._min_pipelines :, -1].argmax())
         chosen: list[SlowPipeline] = []
         while decided:
             step = self._step_back(tables, by_kind, decided, row, column)
@@ -225,14 +239,15 @@ class _Table:
         raise AssertionError("a kind without slow nodes")
 
     def _step_back(
-        self, tables: dict[Factors, Ints], by_kind: Ints, decided: Factors, row: int, column: int
+        self, tables: Ints, by_kind: Ints, decided: Factors, row: int, column: int
     ) -> tuple[int, Factors, int] | None:
         """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
+        reached = tables[self._tables[decided], row, column]
         for group, rest in _with_first(decided):
-            for kind in reversed(self._of_group.get(group, ())):
+            for kind in reversed(self._of_group.get(group, range(0))):
                 before = column - self._others[kind]
                 for earlier in self._rows_before(row):
-                    if before >= 0 and tables[rest][earlier, before] + by_kind[kind] == tables[decided][row, column]:
+                    if before >= 0 and tables[self._tables[rest], earlier, before] + by_kind[kind] == reached:
                         return kind, rest, earlier
         return None
 
@@ -285,20 +300,25 @@ def _fill_counted(best: Ints, values: Ints, smallest: int, saturates: bool) -> N
                     grown[i] = max(grown[i], so_far + values[i])
 
 
-def _fill_beside(table: Ints, before: Ints, values: Ints, others: Ints, saturates: bool) -> None:
-    """Fill in what a pipeline more gets through, beside those before it; the last row as of :func:`_fill_counted`.
+def _fill_beside(tables: Ints, steps: Ints, values: Ints, others: Ints, saturates: bool) -> None:
+    """Fill in what is got through beside slow nodes; the last row as of :func:`_fill_counted`.
 
     Args:
-        table: What is filled in. [pipelines, nodes]
-        before: What the others get through. [pipelines, nodes]
-        values: What one of each kind does.
-        others: The nodes that one of each kind takes.
+        tables: What is filled in, the first of them is. [tables, pipelines, nodes]
+        steps: How, in the order of the tables (:attr:`_Table._steps`).
+        values: What a pipeline of each kind gets through.
+        others: The nodes that are not slow in one of each kind.
         saturates: Whether the last row counts what has more pipelines.
     """
-    num_rows, num_columns = table.shape
-    for kind in range(len(values)):
-        if values[kind] > 0:
-            for row in range(num_rows if saturates else num_rows - 1):
-                grown, so_far = table[min(row + 1, num_rows - 1), others[kind] :], before[row]
-                for i in range(num_columns - others[kind]):
-                    grown[i] = max(grown[i], so_far[i] + values[kind])
+    _, num_rows, num_columns = tables.shape
+    so_far = 0
+    for number, without, rest, first, end in steps:
+        if number > so_far:
+            tables[number] = tables[without]
+            so_far = number
+        for kind in range(first, end):
+            if values[kind] > 0:
+                for row in range(num_rows if saturates else num_rows - 1):
+                    grown, before = tables[number, min(row + 1, num_rows - 1), others[kind] :], tables[rest, row]
+                    for i in range(num_columns - others[kind]):
+                        grown[i] = max(grown[i], before[i] + values[kind])

@@ -54,7 +54,9 @@ class LayoutChoices:
         of_sizes = np.cumsum([0, *map(len, templates.layouts)])[:-1]
         self.of_plan = np.array([numbers[id(each.template)] for each in plan.pipelines], dtype=np.int64)
         self._firsts = np.concatenate((of_sizes, np.arange(len(self.layouts))))
-        self._tables: dict[tuple[bool, bool], LineTable] = {}
+        # By whether a pipeline is the plan's only one.
+        self._lines: dict[bool, LineTable] = {}
+        self._with_least: dict[bool, tuple[LineTable, int]] = {}
 
     def of_sizes(self, sizes: Ints) -> Ints:
         """Return the choices among all layouts of template sizes."""
@@ -66,21 +68,25 @@ class LayoutChoices:
 
     def lines(self, *, alone: bool) -> LineTable:
         """Return the lines of all choices, of a plan's only pipeline or not. [choices, most lines]"""
-        key = alone, False
-        if key not in self._tables:
+        if alone not in self._lines:
             more = [lines((layout,), alone=alone)[0] for layout in self.layouts[self._num_of_set :]]
             table = _lines_of(self._templates, alone)
-            self._tables[key] = table.with_lines(more) if more else table
-        return self._tables[key]
+            self._lines[alone] = table.with_lines(more) if more else table
+        return self._lines[alone]
 
-    def least_lines(self, *, alone: bool) -> LineTable:
-        """Return the lines that no slow node makes faster (:func:`.batch_split.least_line`) of layouts. [layouts, 1]"""
-        key = alone, True
-        if key not in self._tables:
+    def lines_and_least(self, *, alone: bool) -> tuple[LineTable, int]:
+        """Return :meth:`lines` and behind them those of layouts that no slow node makes faster.
+
+        Returns:
+            The table, and the row of the first layout's least line (:func:`.batch_split.least_line`).
+        """
+        if alone not in self._with_least:
+            table, least = self.lines(alone=alone), _least_lines_of(self._templates, alone)
+            widened = LineTable(*(each.repeat(table.fill.shape[1], axis=1) for each in least))
+            both = LineTable(*map(np.concatenate, zip(table, widened, strict=True)))
             more = [least_line(layout, alone=alone) for layout in self.layouts[self._num_of_set :]]
-            table = _least_lines_of(self._templates, alone)
-            self._tables[key] = table.with_lines(more) if more else table
-        return self._tables[key]
+            self._with_least[alone] = (both.with_lines(more) if more else both), len(table.fill)
+        return self._with_least[alone]
 
     def fastest(self, choices: Ints, counts: Ints, *, alone: bool) -> Ints:
         """Return the layout of each pipeline that is done first.

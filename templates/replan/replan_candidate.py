@@ -26,7 +26,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.composition.batch_split import Line, LineTable, slowed_line, split_rows
+from resilient.templates.composition.batch_split import Line, slowed_line, split_rows
 from resilient.templates.composition.compose import Compositions, may_take
 from resilient.templates.composition.slow_lines import SlowPipeline
 from resilient.templates.composition.slow_nodes import compose_with_slow, searched
@@ -35,7 +35,7 @@ from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Placer, Targets
 from resilient.templates.replan.repair import NEW, repairs
-from resilient.templates.replan.way import CandidateKind, ReplanCandidate, Way, fastest_ms
+from resilient.templates.replan.way import CandidateKind, ReplanCandidate, StepBounds, Way, fastest_ms
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import PipelineTemplate, TemplateSet
 
@@ -98,7 +98,8 @@ class Situation:
         slow = {node for node in live if slowdowns.get(node, 1.0) > 1}
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
         self._placer = Placer(problem, self._plan, live, domains)
-        self._slowed = cache(self._slowed_line)
+        self._left, self._slowed = cache(self._placer.left), cache(self._slowed_line)
+        self._bounds = StepBounds(self._layouts, self._plan, live, slowdowns, problem.num_microbatches, self._slowed)
 
     def ways(self) -> Iterator[Way]:
         """Yield the ways to go on, local ones first; no two with equal layouts that go on from the same pipelines.
@@ -157,7 +158,7 @@ class Situation:
             best = self._compositions(num_nodes)
         except TooFewNodes:
             return
-        left = self._placer.left(without)
+        left = self._left(without)
         if self._plan.pipelines:
             may_stand_by = bool(self._slowest_first) or best.every != best.fastest
             for sizes_of, most_pipelines in self._sizes_of_repairs():
@@ -279,19 +280,14 @@ class Situation:
         """Split the batch over the pipelines, as fast as their nodes are."""
         pinned, alone = self._pinned(change.wanted.slow, change.without), len(targets.numbers) == 1
         keeps_whole = change.kind != "composed"
-        # Who stands by may be placed after all where domains need it.
-        is_known = not self._slowest_first or (not self._has_domains and change.without.issuperset(self._slowest_first))
         as_profiled = self._layouts.lines(alone=alone), self._layouts.single(targets.numbers)
-        at_least = self._split(
-            *(as_profiled if is_known else (self._layouts.least_lines(alone=alone), targets.numbers))
-        )
         place = cache(lambda: self._placer.place(targets, pinned, change.without, keeps_whole=keeps_whole))
 
         @cache
         def split() -> tuple[Ints, float]:
             table, rows = as_profiled
             slowed: dict[int, Line] = {}
-            for index, nodes in enumerate(place().nodes):
+            for index, nodes in enumerate(() if is_known else place().nodes):
                 if not self._slowdowns.keys().isdisjoint(nodes):
                     factors = tuple(self._slowdowns.get(node, 1.0) for node in nodes)
                     slowed[index] = self._slowed(int(targets.numbers[index]), factors, alone)
@@ -299,7 +295,18 @@ class Situation:
                 rows = rows.copy()
                 rows[list(slowed)] = len(table.fill) + np.arange(len(slowed))
                 table = table.with_lines([*slowed.values()])
-            return self._split(table, rows)
+            counts = split_rows(table, rows, self._problem.num_microbatches)
+            return counts, table.rows(rows).latest_ns(counts) / 1e6
+
+        # Who stands by may be placed after all where domains need it.
+        is_known = not self._slowest_first or (not self._has_domains and change.without.issuperset(self._slowest_first))
+        if is_known:
+            _, least_step_ms = split()
+        elif self._has_domains:
+            least_step_ms = self._bounds.least_ms(targets, np.full(len(self._plan.pipelines), NEW), ())
+        else:
+            stays = self._stays(targets, change.without, keeps_whole=keeps_whole)
+            least_step_ms = self._bounds.least_ms(targets, stays, change.without)
 
         def copies(bound: Callable[[], tuple[int, int]]) -> tuple[float, int]:
             busiest, copied = bound()
@@ -307,7 +314,7 @@ class Situation:
 
         def candidate() -> ReplanCandidate:
             placement = place()
-            counts, step_ms = at_least if is_known else split()
+            counts, step_ms = split()
             pipelines = tuple(
                 Pipeline(template=targets.layouts[number], nodes=on, num_microbatches=count)
                 for number, on, count in zip(targets.numbers.tolist(), placement.nodes, counts.tolist(), strict=True)
@@ -322,19 +329,23 @@ class Situation:
             )
 
         return Way(
-            least_step_ms=at_least[1],
+            least_step_ms=least_step_ms,
             num_nodes=int(self._layouts.num_nodes[targets.numbers].sum()),
             placed_step_ms=None if is_known else lambda: split()[1],
             copy_bounds=tuple(partial(copies, each) for each in self._placer.copy_bounds(targets, change.without)),
             candidate=candidate,
         )
 
-    def _split(self, table: LineTable, rows: Ints) -> tuple[Ints, float]:
-        """Return the microbatches of each pipeline, and how long the step takes."""
-        counts = split_rows(table, rows, self._problem.num_microbatches)
-        fill, slowest, round_size = table.rows(rows)
-        finish = (fill + -(-counts[:, None] // round_size) * slowest).min(axis=1)
-        return counts, int(finish.max()) / 1e6
+    def _stays(self, targets: Targets, without: frozenset[int], *, keeps_whole: bool) -> Ints:
+        """Return which target each pipeline is that the placement leaves as it is, :data:`NEW` for none."""
+        stays = np.full(len(self._plan.pipelines), NEW)
+        if keeps_whole:
+            going_on = np.flatnonzero(targets.continues != NEW)
+            old = targets.continues[going_on]
+            had = self._layouts.of_plan[old]
+            same = (targets.numbers[going_on] == had) & (self._left(without)[old] == self._layouts.num_nodes[had])
+            stays[old[same]] = going_on[same]
+        return stays
 
     def _slowed_line(self, layout: int, factors: tuple[float, ...], alone: bool) -> Line:
         return slowed_line(self._layouts.layouts[layout], factors, alone=alone)

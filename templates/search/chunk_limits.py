@@ -99,7 +99,7 @@ class ChunkCuts:
         self._stages = np.stack([*plain, costs.inputs, costs.waiting_inputs, costs.largest], axis=-1)
         self.leads_back = self.num_chunks == 2 and int(self.stage_at[1, 0]) == len(row_of) - 1
 
-    def best(self, bounds: ChunkTable, limit: int | None, first_end: int = UNLIMITED) -> ChunkTable:
+    def best(self, bounds: ChunkTable, limit: int | None, first_end: int = UNLIMITED, fastest: int = 0) -> ChunkTable:
         """Return the cut with the fastest slowest row that is found from one to begin with.
 
         One that does not fit into memory, where none that does is found.
@@ -108,18 +108,20 @@ class ChunkCuts:
             bounds: The cut to begin with. [stages + 1]
             limit: Bytes of a row; None for no limit.
             first_end: Where the first stage ends at the latest.
+            fastest: Nanoseconds of the slowest row where that stage may end anywhere: less is not looked for.
         """
         memory = UNLIMITED if limit is None else limit
         if first_end < bounds[1]:
             bounds = bounds.copy()
-            bounds[1] = first_end
+            second = int(np.flatnonzero(self.row_of == 0)[1])  # takes what the row's first stage does not
+            bounds[1 : second + 1] -= bounds[1] - first_end
         cut = _Limited(self, memory, first_end)
         if limit is not None:
             bounds = cut.lowered(bounds, MEMORY, limit)
             if not self.fits(bounds, limit):
                 return bounds
         even = -(-int(self.costs.work[-1]) // self.num_rows)
-        return cut.evened(cut.lowered(bounds, TIME, even))
+        return cut.evened(cut.lowered(bounds, TIME, max(even, fastest)))
 
     def fits(self, bounds: ChunkTable, limit: int | None) -> bool:
         """Return whether memory holds all rows of a cut."""

@@ -36,8 +36,9 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 _FEW = 20_000
 """Cuts that are looked at one by one: takes 20 ms."""
 
-_MOST_MOVED, _NUM_DRAWN = 16, 32
-"""Pipelines of up to so many stages are searched by moving bounds, too, from so many cuts that are drawn."""
+_MOST_MOVED, _NUM_DRAWN, _MOVED_FROM = 16, 32, 320_000
+"""Pipelines of up to so many stages are searched by moving bounds, too, from so many cuts that are drawn: of long
+models from fewer, so many divided by the square of their layers, as bounds go farther there."""
 
 _STARTS, _MOST_STARTS = 40_000, 30
 """Long models are searched from one cut alone, shorter ones from so many divided by the square of their layers."""
@@ -251,9 +252,10 @@ class ChunkSearch:
         fastest = found[int(np.argmin([cuts.rank(each, limit) for each in found]))]
         end = int(fastest[1])
         if self._single.sync[end] > 0 and cuts.fits(fastest, limit):
+            time = cuts.rank(fastest, limit)
             while end > 1:
                 end = max(1, end * 2 // 3)
-                found.append(cuts.best(fastest, limit, first_end=end))
+                found.append(cuts.best(fastest, limit, first_end=end, fastest=time))
         if num_stages <= _MOST_MOVED:
             begin = np.concatenate((fastest[None], _drawn(self.costs.num_layers, num_stages)))
             found += self._moved(size, cuts, begin)
@@ -322,9 +324,10 @@ def _moves(num_bounds: int) -> ChunkTable:
 @cache
 def _drawn(num_layers: int, num_stages: int) -> ChunkTable:
     """Return some cuts, the same ones each time."""
-    draw = np.random.default_rng(0)
-    inner = [np.sort(draw.choice(num_layers - 1, num_stages - 1, replace=False) + 1) for _ in range(_NUM_DRAWN)]
-    return np.pad(np.stack(inner), ((0, 0), (1, 1)), constant_values=((0, 0), (0, num_layers)))
+    draw, number = np.random.default_rng(0), min(_NUM_DRAWN, _MOVED_FROM // num_layers**2)
+    inner = [np.sort(draw.choice(num_layers - 1, num_stages - 1, replace=False) + 1) for _ in range(number)]
+    drawn = np.array(inner, dtype=np.int64).reshape(number, num_stages - 1)
+    return np.pad(drawn, ((0, 0), (1, 1)), constant_values=((0, 0), (0, num_layers)))
 
 
 def _every(num_layers: int, num_stages: int) -> ChunkTable:

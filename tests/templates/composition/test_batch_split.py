@@ -13,6 +13,7 @@ from resilient.templates.composition.batch_split import (
     Lines,
     check_batch,
     finish_ns,
+    least_finish_ns,
     least_line,
     lines,
     slowed_line,
@@ -30,6 +31,36 @@ def test_slow_nodes_make_no_step_shorter_than_the_least_line_says() -> None:
     assert all(least.finish_ns(count) <= each.finish_ns(count) for each in slowed for count in range(1, 9))
     assert slowed[1].finish_ns(1) < line.finish_ns(1)
     assert least_line(template(11.0, 10.0)) == lines([template(11.0, 10.0)])[0]
+
+
+@given(
+    st.lists(st.floats(1.0, 9.0), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.floats(1.0, 5.0),
+    st.booleans(),
+    st.data(),
+)
+def test_a_round_takes_no_less_than_a_node_so_slow_makes_it(
+    times_ms: list[float], rows: int, factor: float, alone: bool, data: st.DataObject
+) -> None:
+    """And no more where it is the only one and in the best place: zero-bubble schedules aside."""
+    layout = template(*times_ms, num_nodes=-(-len(times_ms) // rows), sync_ms=2.0)
+    least = least_finish_ns(layout, factor, alone=alone)
+    only = [1.0] * layout.num_nodes
+    best = min(
+        slowed_line(layout, [*only[:slow], factor, *only[slow + 1 :]], alone=alone).finish_ns(1)
+        for slow in range(layout.num_nodes)
+    )
+    assert best - 4 <= least <= best
+    puts_off = data.draw(st.lists(st.floats(0, 0.5), min_size=len(times_ms), max_size=len(times_ms)))
+    stages = (
+        replace(stage, weights_ms=share * stage.backward_ms)
+        for stage, share in zip(layout.stages, puts_off, strict=True)
+    )
+    layout = replace(layout, stages=tuple(stages))
+    more = data.draw(st.lists(st.floats(1.0, 3.0), min_size=layout.num_nodes, max_size=layout.num_nodes))
+    more[data.draw(st.integers(0, layout.num_nodes - 1))] *= factor
+    assert least_finish_ns(layout, factor, alone=alone) <= slowed_line(layout, more, alone=alone).finish_ns(1)
 
 
 def splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:

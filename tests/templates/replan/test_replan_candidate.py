@@ -115,6 +115,20 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     assert list(found) == equal[:1]
 
 
+def test_of_pipelines_that_stay_it_is_known_what_their_slow_nodes_do() -> None:
+    """Before anything is in its place; of others, that one has the slowest node that must be in use."""
+    two = cut(3, 6)
+    before = plan_of((two, (0, 1)), (two, (2, 3)))
+    keep = next(situation(template_set(two), (2, 2), before, range(4), 24, {1: 4.0, 3: 1.5}).ways())
+    assert keep.least_step_ms == keep.step_ms
+
+    # Two that are lost are replaced. 3 + 3 x 4 ms for the first microbatch where the layer of 3 ms is on the slow node.
+    anew = situation(template_set(two), (2, 2), before, [1, 3, 4, 5], 2, {1: 4.0, 3: 4.0})
+    least = [way.least_step_ms for way in anew.ways() if way.num_nodes == 4]
+    assert least == pytest.approx([15.0] * len(least), abs=1e-5)
+    assert least
+
+
 @settings(max_examples=60)
 @given(problems(), st.data())
 def test_no_way_takes_less_than_it_takes_at_least(problem: PlanningProblem, data: st.DataObject) -> None:
