@@ -16,14 +16,15 @@ from torch.autograd.profiler import profile
 def most_allocated(run: Callable[[], object], device: torch.device) -> int:
     """Return the most bytes that were in use at a time while something ran, beyond those in use before.
 
-    On the CPU it counts what this thread allocates; 0 where the caller's own profiler does so: there can be but one.
+    It runs twice. On the CPU it counts what this thread allocates; 0 where the caller's own profiler does so: there can
+    be but one.
 
     Args:
         run: It.
         device: Whose allocator counts.
     """
+    run()  # what takes memory once takes it for all that comes
     if device.type == "cuda":
-        run()  # libraries take memory once, for all that comes
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()

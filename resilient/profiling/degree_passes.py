@@ -15,7 +15,16 @@ from torch import nn
 from resilient.comm import LastOfSeveral
 from resilient.models.layer import Activations, Batch
 from resilient.models.tensor_parallel.devices import TensorDevices
-from resilient.profiling.layer_passes import LayerPass, PassSeen, PassTimes, Run, Timed, layout_bytes, take_times
+from resilient.profiling.layer_passes import (
+    LayerPass,
+    PassSeen,
+    PassTimes,
+    Run,
+    Timed,
+    Workspace,
+    layout_bytes,
+    take_times,
+)
 from resilient.runtime.job import Job
 from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
@@ -31,12 +40,12 @@ class DeviceCosts:
 
     Args:
         seen: What its inspection has shown, of each microbatch.
-        workspace_bytes: Of each, the most that is in use at a time beside what is kept.
+        workspaces: Of each, what is in use at a time beside what is kept.
         times: Of each microbatch, with the exchanges.
     """
 
     seen: Sequence[PassSeen]
-    workspace_bytes: Sequence[int]
+    workspaces: Sequence[Workspace]
     times: Sequence[PassTimes]
 
 
@@ -98,10 +107,10 @@ class DegreePasses:
             return computing_ms + sum(map(self._link.transfer_ms, peers.received))
 
         seen, times = [one.inspect() for one in passes], [PassTimes() for _ in passes]
-        workspace_bytes = [one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True)]
+        workspaces = [one.workspace(each) for one, each in zip(passes, seen, strict=True)]
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         take_times(passes, seen, times, with_exchanges, trainable=trainable)
-        return DeviceCosts(seen=seen, workspace_bytes=workspace_bytes, times=times)
+        return DeviceCosts(seen=seen, workspaces=workspaces, times=times)
 
     def _state(self, name: str) -> LayerState:
         job, layout = self._job, self._layouts[name]

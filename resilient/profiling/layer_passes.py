@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from resilient.emulation.device import DEVICE
 from resilient.models.layer import Activations, Batch, LayerSpec, Model, initialize_layer
@@ -44,10 +46,11 @@ class PassSeen:
             without what is handed on: that is the next layer's.
         entered_bytes: Of what entered and wants a gradient, what is not kept.
         given_bytes: Of what is handed on, what is kept.
-        own_bytes: Of these what the layer made itself.
+        own_bytes: Of what is kept what the layer made itself.
         deferred_bytes: Gradients that wait for the second part of a split backward, where that has a first one.
         input_bytes: Of what enters.
         read_bytes: Of what is loaded of the microbatch where the layer is, and not kept.
+        loaded_bytes: Of all that is loaded of it.
         input_gradient: Some tensor that enters wants a gradient, though the layer may do no more than hand it on: an
             encoder does so with the features of the encoders before it.
         differentiates: A gradient is computed for one of them.
@@ -60,8 +63,27 @@ class PassSeen:
     deferred_bytes: int
     input_bytes: int
     read_bytes: int
+    loaded_bytes: int
     input_gradient: bool
     differentiates: bool
+
+
+class Workspace(NamedTuple):
+    """The most bytes that one layer's passes use at a time beside what it keeps.
+
+    Args:
+        among: Other layers: what is handed on is held by who kept it, and its gradient goes when it was used.
+        ending: A stage: what is handed on, and its gradient, are there throughout, and not counted.
+        split: As ``among`` where a backward is split, with the gradients that wait at parameters.
+        again: Others, beside what entered, where the layer keeps that alone and runs again.
+        ending_again: The same where it ends a stage.
+    """
+
+    among: int
+    ending: int
+    split: int
+    again: int
+    ending_again: int
 
 
 @dataclass(kw_only=True)
@@ -204,6 +226,7 @@ class LayerPass:
             deferred_bytes=deferred.num_bytes if found else 0,
             input_bytes=sum(map(_num_bytes, self._received.values())),
             read_bytes=sum(map(_num_bytes, self._loaded(kept.keys() | handed_on).values())),
+            loaded_bytes=sum(map(_num_bytes, self._loaded(set()).values())),
             input_gradient=any(tensor.requires_grad for tensor in self._received.values()),
             differentiates=any(gradient is not None for gradient in found),
         )
@@ -219,23 +242,47 @@ class LayerPass:
             if (reads is None or name in reads) and _address(tensor) not in kept
         }
 
-    def workspace_bytes(self, seen: PassSeen) -> int:
-        """Run forward and backward once more; return the most that is in use at a time beside what is kept.
+    def workspace(self, seen: PassSeen) -> Workspace:
+        """Run forward and backward a few times more; return what is in use at a time beside what is kept."""
+        held = 0
 
-        As among other layers: what is handed on is held by who kept it, and its gradient goes when it was used. A
-        stage that ends with the layer holds both throughout, and counts them as such.
-        """
-
-        def run() -> None:
-            self._forward()
+        def among(differentiate: Callable[[Tensor], object], again: bool = False) -> None:
+            self._forward(again=again)
             ends, self._ends, self._sent = self._ends, [], {}
             if ends:
                 behind = _Behind.apply(*ends)
                 del ends
-                torch.autograd.backward(behind)
+                differentiate(behind)
             self._let_go()
 
-        return max(0, most_allocated(run, self._job.device) - seen.own_bytes)
+        def in_parts(behind: Tensor) -> None:
+            gradients, left = differentiate_inputs([behind], [None], self._wanted(), self._trained())
+            del gradients
+            left.accumulate()
+
+        def ending(again: bool = False) -> None:
+            nonlocal held
+            self._forward(again=again)
+            gradients = [torch.ones_like(tensor) for tensor in self._ends]
+            there = {_address(tensor) for tensor in [*self._received.values(), *self._batch.values()]}
+            made = {_address(each): each.untyped_storage().nbytes() for each in self._sent.values()}
+            held = sum(made[each] for each in made.keys() - there) + sum(map(_num_bytes, gradients))
+            if gradients:
+                torch.autograd.backward(self._ends, gradients)
+            self._let_go()
+
+        def most(run: Run) -> int:
+            return most_allocated(run, self._job.device)
+
+        backward = torch.autograd.backward
+        whole, at_end = most(partial(among, backward)), most(ending)
+        return Workspace(
+            among=max(0, whole - seen.own_bytes),
+            ending=max(0, at_end - held - seen.own_bytes),
+            split=max(0, max(whole, most(partial(among, in_parts))) - seen.own_bytes),
+            again=most(partial(among, backward, again=True)),
+            ending_again=max(0, most(partial(ending, again=True)) - held),
+        )
 
     def time(self, times: PassTimes, timed: Timed, *, trainable: bool, differentiates: bool) -> float:
         """Run once, timed; return the ms of it all."""
@@ -262,29 +309,42 @@ class LayerPass:
         """Free the graph: passes of several batches take turns."""
         self._received, self._sent, self._ends = {}, {}, []
 
-    def _forward(self) -> None:
-        job, batch = self._job, self._batch
+    def _forward(self, *, again: bool = False) -> None:
+        """Run; with ``again`` keep what entered alone, for another run in the backward."""
+        job = self._job
         self._received = {
             name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in self._activations.items()
         }
         with torch.autocast(job.device.type, dtype=job.autocast, enabled=job.autocast is not None):
-            made = self._module(dict(self._received), batch)
-            loss, self._sent = loss_behind(job.model, self._index, made, batch)
+            entering = dict(self._received)
+            loss, self._sent = (
+                checkpoint(self._made_of, entering, use_reentrant=False, preserve_rng_state=False)
+                if again
+                else self._made_of(entering)
+            )
         ends = [*self._sent.values(), *([] if loss is None else [loss])]
         passed_on = {id(tensor) for tensor in self._received.values()}
         self._ends = [tensor for tensor in ends if tensor.requires_grad and id(tensor) not in passed_on]
+
+    def _made_of(self, entering: Activations) -> tuple[Tensor | None, Activations]:
+        made = self._module(entering, self._batch)
+        return loss_behind(self._job.model, self._index, made, self._batch)
 
     def _backward(self) -> None:
         torch.autograd.backward(self._ends, [torch.ones_like(tensor) for tensor in self._ends])
 
     def _split_backward(self) -> tuple[Sequence[Tensor | None], Deferred]:
-        wanted = [tensor for tensor in self._received.values() if tensor.requires_grad]
         ones = [torch.ones_like(tensor) for tensor in self._ends]
-        parameters = [each for each in self._module.parameters() if each.requires_grad]
-        return differentiate_inputs(self._ends, ones, wanted, parameters)
+        return differentiate_inputs(self._ends, ones, self._wanted(), self._trained())
+
+    def _wanted(self) -> list[Tensor]:
+        return [tensor for tensor in self._received.values() if tensor.requires_grad]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def _input_gradients(self) -> Sequence[Tensor | None]:
-        wanted = [tensor for tensor in self._received.values() if tensor.requires_grad]
+        wanted = self._wanted()
         if not wanted or not self._ends:
             return ()
         ones = [torch.ones_like(tensor) for tensor in self._ends]

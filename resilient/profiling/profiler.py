@@ -26,6 +26,7 @@ from resilient.profiling.layer_passes import (
     PassSeen,
     PassTimes,
     Timed,
+    Workspace,
     device_clock,
     layout_bytes,
     layout_rows,
@@ -43,7 +44,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 12
+PROFILER_VERSION = 13
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -82,7 +83,7 @@ class _Kind:
     """What layers of a kind have in common: times by sample, and what they need in use on one device."""
 
     times: list[PassTimes]
-    workspace_bytes: list[int]
+    workspaces: list[Workspace]
 
 
 def draw_samples(job: Job) -> list[ProfiledBatch]:
@@ -179,8 +180,8 @@ def _measure_layer(
     seen = tuple(one.inspect() for one in passes)
     key = (spec.unit, repr(module), layouts[spec.name], trainable, is_last, spec.for_loss, seen)
     if key not in kinds:
-        workspace_bytes = [one.workspace_bytes(each) for one, each in zip(passes, seen, strict=True)]
-        kinds[key] = _Kind(times=[PassTimes() for _ in samples], workspace_bytes=workspace_bytes)
+        workspaces = [one.workspace(each) for one, each in zip(passes, seen, strict=True)]
+        kinds[key] = _Kind(times=[PassTimes() for _ in samples], workspaces=workspaces)
     kind = kinds[key]
     take_times(passes, seen, kind.times, timed, trainable=trainable)
     buffers.check()
@@ -188,7 +189,7 @@ def _measure_layer(
     loss.advance(index, module)
     for sample, one in zip(samples, passes, strict=True):
         sample.activations = one.sent()
-    alone = DeviceCosts(seen=seen, workspace_bytes=kind.workspace_bytes, times=kind.times)
+    alone = DeviceCosts(seen=seen, workspaces=kind.workspaces, times=kind.times)
     costs = (alone, *(each.advance(index, key) for each in divided))
     return _Measured(spec=spec, trainable=trainable, seen=seen, kind=kind, costs=costs)
 
@@ -236,7 +237,11 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
             activation_bytes=max(seen.activation_bytes for seen in of.seen),
             entered_bytes=max(seen.entered_bytes for seen in of.seen),
             given_bytes=max(seen.given_bytes for seen in of.seen),
-            workspace_bytes=max(of.workspace_bytes),
+            workspace_bytes=max(each.among for each in of.workspaces),
+            ending_workspace_bytes=max(each.ending for each in of.workspaces),
+            split_workspace_bytes=max(each.split for each in of.workspaces),
+            again_bytes=max(each.again for each in of.workspaces),
+            ending_again_bytes=max(each.ending_again for each in of.workspaces),
             deferred_bytes=max(seen.deferred_bytes for seen in of.seen),
         )
 
@@ -251,6 +256,7 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
         rows=layout_rows(job, layout),
         input_bytes=max(seen.input_bytes for seen in measured.seen),
         read_bytes=max(seen.read_bytes for seen in measured.seen),
+        loaded_bytes=max(seen.loaded_bytes for seen in measured.seen),
         trainable=measured.trainable,
         input_gradient=any(seen.input_gradient for seen in measured.seen),
         shares=tuple(dict.fromkeys(owner for owner, _ in measured.spec.tied.values())),

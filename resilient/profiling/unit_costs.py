@@ -41,7 +41,7 @@ from resilient.runtime.steps.unit_graph import handed_over
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import ModelProfile
 
-UNIT_COSTS_VERSION = 7
+UNIT_COSTS_VERSION = 8
 """Of what is measured, and how; costs of another version are measured again."""
 
 _LEAST_MS = 1e-6
@@ -253,8 +253,8 @@ class _Measuring:
         take_times(own, seen, times, self._timed, trainable=trainable)
         buffers.check()
         parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)
-        workspaces = [one.workspace_bytes(each) for one, each in zip(own, seen, strict=True)]
-        costs = DeviceCosts(seen=seen, workspace_bytes=workspaces, times=times)
+        workspaces = [one.workspace(each) for one, each in zip(own, seen, strict=True)]
+        costs = DeviceCosts(seen=seen, workspaces=workspaces, times=times)
         layer = UnitLayer(
             name=spec.name,
             curves=(_curves(cells[:num_own], costs),),
@@ -275,7 +275,7 @@ def _owners(spec: LayerSpec) -> tuple[str, ...]:
 
 
 def _curves(cells: Sequence[_Packed], costs: DeviceCosts) -> LayerCurves:
-    times, workspace_bytes = costs.times, costs.workspace_bytes
+    times, workspaces = costs.times, costs.workspaces
     largest = max(range(len(cells)), key=lambda number: cells[number].tokens)
     seen, of_largest = costs.seen[largest], cells[largest].tokens
     tokens, squares = ([getattr(cell, name) for cell in cells] for name in ("tokens", "squares"))
@@ -286,6 +286,7 @@ def _curves(cells: Sequence[_Packed], costs: DeviceCosts) -> LayerCurves:
         scale = np.maximum(relative_to, _LEAST_MS)
         return Curve.fit(tokens, times_ms, squares=squares, relative_to=scale)
 
+    among = [each.among for each in workspaces]
     forward_ms = [median(each.forward_ms) for each in times]
     backward_ms = [median(each.backward_ms) for each in times]
     # what is measured is the time of both and of one; the other is the rest
@@ -299,7 +300,12 @@ def _curves(cells: Sequence[_Packed], costs: DeviceCosts) -> LayerCurves:
         entered_bytes=seen.entered_bytes / of_largest,
         given_bytes=seen.given_bytes / of_largest,
         deferred_bytes=seen.deferred_bytes / of_largest,
-        workspace_bytes=fit(workspace_bytes, workspace_bytes),
+        loaded_bytes=seen.loaded_bytes / of_largest,
+        workspace_bytes=fit(among, among),
+        ending_workspace_bytes=fit([each.ending for each in workspaces], among),
+        split_workspace_bytes=fit([each.split for each in workspaces], among),
+        again_bytes=fit([each.again for each in workspaces], among),
+        ending_again_bytes=fit([each.ending_again for each in workspaces], among),
     )
 
 

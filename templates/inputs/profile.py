@@ -38,6 +38,13 @@ class LayerCost:
         given_bytes: Of what is handed on, what it keeps: a stage holds that behind the layer, too, where the next one
             does not keep it. What is not known is 0.
         workspace_bytes: The most that a forward or a backward uses at a time beside that; what is not known is 0.
+        ending_workspace_bytes: The same where a stage ends with the layer: beside what it hands on, and the gradient of
+            that. What is not known of it and of the next ones is 0: what follows from the others counts then.
+        split_workspace_bytes: As ``workspace_bytes``, with the gradients that wait at its parameters, where a schedule
+            runs the two parts of a backward apart.
+        again_bytes: The most that it uses at a time where it keeps no more than what entered, and runs again in its
+            backward.
+        ending_again_bytes: The same where a stage ends with the layer, as for ``ending_workspace_bytes``.
         deferred_bytes: Gradients that wait where parameters are used, from a backward for the input until the one for
             the parameters, where a schedule runs them apart; what is not known is 0.
     """
@@ -49,6 +56,10 @@ class LayerCost:
     entered_bytes: int = 0
     given_bytes: int = 0
     workspace_bytes: int = 0
+    ending_workspace_bytes: int = 0
+    split_workspace_bytes: int = 0
+    again_bytes: int = 0
+    ending_again_bytes: int = 0
     deferred_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -60,6 +71,10 @@ class LayerCost:
             and self.entered_bytes >= 0
             and self.given_bytes >= 0
             and self.workspace_bytes >= 0
+            and self.ending_workspace_bytes >= 0
+            and self.split_workspace_bytes >= 0
+            and self.again_bytes >= 0
+            and self.ending_again_bytes >= 0
             and self.deferred_bytes >= 0
         ):
             raise ValueError(f"costs of a layer must be >= 0 and finite, got {self}; profile the layer again")
@@ -80,6 +95,7 @@ class LayerProfile:
             other (forward, and again backward), and what activation checkpointing keeps.
         read_bytes: Bytes of what a device loads of a microbatch for the layer, or for the loss behind it, and keeps no
             longer than it runs; what is not known is 0.
+        loaded_bytes: The same with what it keeps: all of that stays where the layer is to run again.
         segments: Bytes of what its state consists of, one after the other: what is trained, what is frozen, each
             optimizer slot, what has a type of its own. Devices that divide the state each have an equal part of every
             one: of a parameter and of its slots the same. Empty where that is not known: one segment.
@@ -99,6 +115,7 @@ class LayerProfile:
     gradient_bytes: int = 0
     input_bytes: int = 0
     read_bytes: int = 0
+    loaded_bytes: int = 0
     segments: tuple[int, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
     trainable: bool = True
@@ -106,8 +123,8 @@ class LayerProfile:
     shares: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = self.parameter_bytes, self.optimizer_bytes, self.gradient_bytes, self.input_bytes, self.read_bytes
-        if min(sizes) < 0:
+        states = self.parameter_bytes, self.optimizer_bytes, self.gradient_bytes
+        if min(*states, self.input_bytes, self.read_bytes, self.loaded_bytes) < 0:
             raise ValueError(f"bytes of layer {self.name!r} must be >= 0, got {self}; profile the layer again")
         if self.segments and (min(self.segments) < 0 or sum(self.segments) != self.state_bytes):
             raise ValueError(
@@ -211,9 +228,14 @@ class ModelProfile:
                     f"costs of layer {layer.name!r} must be one for each of tp_degrees {self.tp_degrees}, "
                     f"got {len(layer.costs)}; profile the layer again"
                 )
-            num_bytes += layer.state_bytes + layer.gradient_bytes + layer.input_bytes
+            num_bytes += layer.state_bytes + layer.gradient_bytes + layer.input_bytes + layer.loaded_bytes
             num_bytes += max(
-                cost.activation_bytes + cost.entered_bytes + cost.workspace_bytes + cost.deferred_bytes
+                cost.activation_bytes
+                + cost.entered_bytes
+                + cost.given_bytes
+                + max(cost.workspace_bytes, cost.ending_workspace_bytes, cost.split_workspace_bytes)
+                + max(cost.again_bytes, cost.ending_again_bytes)
+                + cost.deferred_bytes
                 for cost in layer.costs
             )
             for owner in layer.shares:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.inputs.profile import LayerProfile
+from resilient.templates.inputs.profile import LayerCost, LayerProfile
 from resilient.templates.plan import PlanningProblem
 
 
@@ -57,6 +57,11 @@ class LayerCosts:
             keeps; a sharded stage's layers have all of what wants a gradient.
         entered: What the first layer of a stage keeps besides: what enters at least, where that wants a gradient.
         workspace: The most that a device uses beside them while the layer runs.
+        ending: As ``workspace``, beside what is handed on and its gradient, where a stage ends with the layer.
+        apart: Used beside these where the parts of backwards are apart, with what is deferred of the layer.
+        given: Of what is handed on, what the layer keeps, which is part of ``workspace``.
+        again: Used where the layer runs again, beside what entered.
+        ending_again: The same beside what is handed on and its gradient, where a stage ends with the layer.
         deferred: Kept of a microbatch between the two parts of a backward; a sharded stage's has one part, while its
             layers are gathered.
         inputs: What enters the layer, of one microbatch.
@@ -97,6 +102,10 @@ class LayerCosts:
             for rows in zip(backward, gathers, scatters, [runs_backward] * len(backward), strict=True)
         ]
         self.workspace = [[cost.workspace_bytes for cost in row] for row in costs]
+        self.given = [[cost.given_bytes for cost in row] for row in costs]
+        self.ending, self.apart, self.again, self.ending_again = (
+            [[use(cost) for cost in row] for row in costs] for use in (_ending, _apart, _again, _ending_again)
+        )
         self.deferred = [
             [cost.deferred_bytes * (option.shard == 1) for cost in row]
             for row, option in zip(costs, self.options, strict=True)
@@ -161,6 +170,24 @@ class LayerCosts:
             link, sharing = self._cluster.inter_node, max(1.0, option.shard / num_cards)
         each = nanoseconds(link.transfer_ms(layer.input_bytes * sharing))
         return each * (1 + layer.input_gradient)
+
+
+def _ending(cost: LayerCost) -> int:
+    return cost.ending_workspace_bytes or cost.workspace_bytes
+
+
+def _apart(cost: LayerCost) -> int:
+    return (
+        max(cost.split_workspace_bytes - cost.workspace_bytes, 0) if cost.split_workspace_bytes else cost.deferred_bytes
+    )
+
+
+def _again(cost: LayerCost) -> int:
+    return cost.again_bytes or cost.activation_bytes + cost.workspace_bytes
+
+
+def _ending_again(cost: LayerCost) -> int:
+    return cost.ending_again_bytes or cost.activation_bytes + _ending(cost)
 
 
 def _whole(option: StageOption, num_bytes: Sequence[int]) -> list[int]:

@@ -10,18 +10,18 @@ Each of d devices holds
 
 where the states and gradients are those of the layers and of the owners they share from, and all in the second line are
 there once: what comes in and goes out beside what is computed, what the layer that runs uses beside what it keeps, the
-gradients that the microbatch leaves at parameters that is differentiated where the halves of backwards are apart, and
-what a sharded stage has gathered for it (:mod:`resilient.templates.search.layer_costs`). The activations of the
-microbatch that is differentiated are those up to that layer: others may use more then than the last one does, before
-it. How many rounds are in flight before their backward, or its first half, is over, and how many wait for the second,
-follows from the schedule (:func:`resilient.templates.schedules.kind.held_counts`) of a pipeline that has enough
-microbatches, so that a template holds whatever its share becomes. Between the halves activations stay, with what was
-sent and the gradients put off, but not the gradient that came back: it has been used. Stages of frozen layers have no
-second half, nor have those whose layers run again; stages whose input wants no gradient have no first one, and keep all
-until then. Where a device has several stages, these hold their most at different times:
-:mod:`resilient.templates.search.chunk_counts`. With checkpointing, the layers' inputs count, and one microbatch's
-activations of one layer (the largest, with its workspace) come on top. A stage keeps its activations if they fit, and
-checkpoints if only that fits.
+gradients that the microbatch has left at parameters of later layers where the halves of backwards are apart, and what a
+sharded stage has gathered for it (:mod:`resilient.templates.search.layer_costs`). The activations of the microbatch
+that is differentiated are those up to that layer, or all where the halves are apart: others may use more then than the
+last one does, before it. What the last one hands on, and the gradient of that, are in ``handed_on``. How many rounds
+are in flight before their backward, or its first half, is over, and how many wait for the second, follows from the
+schedule (:func:`resilient.templates.schedules.kind.held_counts`) of a pipeline that has enough microbatches, so that a
+template holds whatever its share becomes. Between the halves activations stay, with what was sent and the gradients put
+off, but not the gradient that came back: it has been used. Stages of frozen layers have no second half, nor have those
+whose layers run again; stages whose input wants no gradient have no first one, and keep all until then. Where a device
+has several stages, these hold their most at different times: :mod:`resilient.templates.search.chunk_counts`. With
+checkpointing, the layers' inputs count, and what was loaded of each microbatch; what the layer that runs again makes
+and uses comes on top, for one microbatch. A stage keeps its activations if they fit, and checkpoints if only that fits.
 
 Before the first stage's gradient sum there is no backward left that could hide it: its time comes on top of the step
 once. The sums of later stages are taken to hide behind the backwards of the stages before them.

@@ -15,6 +15,9 @@ from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import SPLIT_KINDS, Held
 from resilient.templates.search.layer_costs import LayerCosts
 
+_NONE = -(1 << 62)
+"""Less than any number of bytes."""
+
 
 class StageMemory:
     """Stages with one choice of devices.
@@ -29,15 +32,15 @@ class StageMemory:
             microbatch. [L, L + 1]
         kept: Of each microbatch in flight, with what is handed on, until its backward or the first part of it is over.
             [L, L + 1]
-        inputs: The same where layers run again, which keep their inputs alone. [L, L + 1]
+        inputs: The same where layers run again, which keep their inputs alone, and what was loaded. [L, L + 1]
         waiting: Of each microbatch between the two parts of a split backward: as much, and the gradients that wait at
             parameters, without the one that came back. Nothing where the second part has nothing to do, and no more
             than before where the first has not, as no input wants a gradient. [L, L + 1]
         waiting_inputs: The same where layers run again: they do so in the first part, which then is all of it. Where no
             input wants a gradient there is a second part alone. [L, L + 1]
         workspace: Used beside what is kept, by the layer for which that is most; where backwards are split, with the
-            gradients that are left at parameters. [L, L + 1]
-        largest: Used beside inputs, by the largest layer that runs again. [L, L + 1]
+            gradients that are left at parameters until then. [L, L + 1]
+        largest: Used beside inputs, by the layer that runs again for which that is most. [L, L + 1]
         handed_on: Of ``kept`` and of ``inputs`` what a stage hands on that ends before a layer. [L + 1]
         arriving: Of ``held`` what comes in and goes back before a stage that begins with a layer. [L]
     """
@@ -45,31 +48,41 @@ class StageMemory:
     def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int) -> None:
         layers = problem.profile.layers
         activations = _prefix_sums(costs.kept[option])
-        inputs = _prefix_sums(costs.inputs[option])
+        runs = [layer.trainable or layer.input_gradient for layer in layers]  # others are never run again
+        inputs = _prefix_sums([each * run for each, run in zip(costs.inputs[option], runs, strict=True)])
+        loaded = _largest([layer.loaded_bytes * run for layer, run in zip(layers, runs, strict=True)])
         self.handed_on = handed_on = np.array(costs.handed_on[option], dtype=np.int64)
         self.arriving = np.array(costs.arriving[option], dtype=np.int64)
-        once = _AtOnce(costs, option)
-        returned = handed_on * [*(layer.input_gradient for layer in layers), False]
+        once = _AtOnce(costs, option, [*(layer.input_gradient for layer in layers), False])
+        returned = once.returned
         entered = np.array(costs.entered[option], dtype=np.int64)[:, None]  # the first layer's input is there anyway
         kept = activations + handed_on - activations[:-1, None] + entered
         self.kept = _rising(kept)
-        self.inputs = _rising(inputs + handed_on - inputs[:-1, None])
-        newest = once.of(activations[1:]) + returned - activations[:-1, None] + entered
-        self.workspace = _rising(np.maximum(kept, newest))
-        self.workspace -= self.kept
-        self.largest = once.of(np.diff(activations))
+        among, ending, apart, given, again, ending_again = (
+            np.array(of[option], dtype=np.int64)
+            for of in (costs.workspace, costs.ending, costs.apart, costs.given, costs.again, costs.ending_again)
+        )
+        newest = once.of(activations[1:], among, ending) - activations[:-1, None] + entered
+        kept_inputs = inputs + handed_on - inputs[:-1, None] + loaded
+        self.inputs = _rising(kept_inputs)
+        newest_again = once.of(inputs[1:], again, ending_again) - inputs[:-1, None] + loaded
+        self.largest = _rising(np.maximum(kept_inputs, newest_again)) - self.inputs
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
-        self.held = np.triu(held + self.arriving[:, None] + _loaded(problem), 1)
+        read = _largest([layer.read_bytes for layer in layers])
+        self.held = np.triu(held + self.arriving[:, None] + read, 1)
         trained = _prefix_sums([layer.trainable for layer in layers])
         # a sharded stage does all of a backward while its layers are gathered
         trains = (trained - trained[:-1, None] > 0) & (costs.options[option].shard == 1)
         splits = np.array([layer.input_gradient for layer in layers])[:, None]
-        deferred = _prefix_sums(costs.deferred[option])
-        deferred = np.triu(deferred - deferred[:-1, None], 1) * splits
+        left = _prefix_sums(costs.deferred[option])
+        deferred = np.triu(left - left[:-1, None], 1) * splits
         self.waiting = _rising(np.where(splits, kept - returned // 2 + deferred, self.kept) * trains)
         self.waiting_inputs = self.inputs * (trains & ~splits)
-        if problem.schedule in SPLIT_KINDS:
-            self.workspace += deferred
+        if problem.schedule in SPLIT_KINDS and costs.options[option].shard == 1:
+            # whatever a layer keeps is there until the second part
+            differentiated = once.of(-left[1:], among + apart - given, ending + apart) + left + activations
+            newest = np.where(splits, differentiated - activations[:-1, None] + entered, newest)
+        self.workspace = _rising(np.maximum(kept, newest)) - self.kept
 
     def num_bytes(self, first: int, end: int, held: Sequence[Held], *, checkpointing: bool) -> int:
         """Return what a stage of layers ``first .. end - 1`` holds at one of some moments, that at which it is most.
@@ -105,13 +118,13 @@ def _rising(num_bytes: Ints) -> Ints:
     return np.maximum.accumulate(np.triu(num_bytes, 1), axis=1)
 
 
-def _loaded(problem: PlanningProblem) -> Ints:
-    """Return what is loaded of a microbatch and not kept: as much as one layer reads, for layers read the same.
+def _largest(read_bytes: Sequence[int]) -> Ints:
+    """Return what is loaded of a microbatch: as much as one layer reads, for layers read the same. [L, L + 1]
 
-    It is that of the next microbatch, which is loaded to be ready for what comes in, or goes with the forward.
-    [L, L + 1]
+    What nobody keeps of it is that of the next microbatch, which is loaded to be ready for what comes in, or goes with
+    the forward.
     """
-    read = np.array([0, *(layer.read_bytes for layer in problem.profile.layers)], dtype=np.int64)
+    read = np.array([0, *read_bytes], dtype=np.int64)
     return np.maximum.accumulate(np.triu(np.tile(read, (len(read) - 1, 1)), 1), axis=1)
 
 
@@ -128,26 +141,39 @@ class _AtOnce:
     Args:
         costs: Of layers.
         option: Index of the stage's devices in their options.
+        wanted: Whether a gradient returns to a stage that ends before a layer. [L + 1]
+
+    Attributes:
+        returned: What is there of what such a stage hands on, and of that gradient, when it comes back. [L + 1]
     """
 
-    def __init__(self, costs: LayerCosts, option: int) -> None:
+    def __init__(self, costs: LayerCosts, option: int, wanted: Sequence[bool]) -> None:
         shard = costs.options[option].shard
         self._before, gradients = (np.array(of[option], dtype=np.int64) for of in (costs.gathered, costs.scattered))
         # of two addends the sum takes a part's bytes, of more it does so twice while one is added
         addends_and_sums = shard - 1 + min(shard, 3) - 1
         self._behind = np.append(gradients[1:] + -(-gradients[1:] * addends_and_sums // shard), 0)
-        self._own = np.array(costs.workspace[option], dtype=np.int64) + self._before + gradients
+        self._gathered = self._before + gradients
         self._passing = np.array(costs.passing[option], dtype=np.int64)
+        self._handed_on = np.array(costs.handed_on[option], dtype=np.int64)
+        self.returned = self._handed_on * wanted
 
-    def of(self, num_bytes: Ints) -> Ints:
-        """Return the most of layers i .. j - 1, with so many bytes that are there besides of each. [L, L + 1]"""
-        size = len(num_bytes)
+    def of(self, there: Ints, among: Ints, ending: Ints) -> Ints:
+        """Return the most of layers i .. j - 1, with what is handed on. [L, L + 1]
+
+        Args:
+            there: What is there besides while each runs. [L]
+            among: What each uses among others. [L]
+            ending: What it uses where the stage ends with it. [L]
+        """
+        size = len(there)
         most = np.zeros((size, size + 1), dtype=np.int64)
         for i in range(size):
-            last = num_bytes[i:] + self._own[i:]
-            last[1:] += self._before[i:-1] + self._passing[i + 1 :]
-            inner = np.maximum.accumulate(last + self._behind[i:])
-            most[i, i + 1 :] = np.maximum(last, np.append(0, inner[:-1]))
+            runs = there[i:] + self._gathered[i:]
+            runs[1:] += self._before[i:-1] + self._passing[i + 1 :]
+            inner = np.maximum.accumulate(runs + among[i:] + self._behind[i:])
+            last = runs + ending[i:] + self._handed_on[i + 1 :]
+            most[i, i + 1 :] = np.maximum(last, np.append(_NONE, inner[:-1]) + self.returned[i + 1 :])
         return most
 
 

@@ -37,6 +37,7 @@ def cell_layers(
             optimizer_bytes=layer.optimizer_bytes,
             gradient_bytes=layer.gradient_bytes,
             input_bytes=round(num_bytes),
+            loaded_bytes=round(max(layer.curves[index].loaded_bytes for index in chosen) * tokens),
             segments=layer.segments,
             rows=layer.rows,
             trainable=layer.trainable,
@@ -57,4 +58,8 @@ def _cost(curves: LayerCurves, tokens: float, squares: float, *, keeps: bool, de
         given_bytes=round(curves.given_bytes * tokens) * keeps,
         deferred_bytes=round(curves.deferred_bytes * tokens) * defers,
         workspace_bytes=round(curves.workspace_bytes.call_ms(tokens, squares)),
+        ending_workspace_bytes=round(curves.ending_workspace_bytes.call_ms(tokens, squares)),
+        split_workspace_bytes=round(curves.split_workspace_bytes.call_ms(tokens, squares)),
+        again_bytes=round(curves.again_bytes.call_ms(tokens, squares)) * keeps,
+        ending_again_bytes=round(curves.ending_again_bytes.call_ms(tokens, squares)) * keeps,
     )

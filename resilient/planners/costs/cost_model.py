@@ -30,7 +30,7 @@ from resilient.templates.common.digests import content_digest
 ENCODER, PROJECTOR = "encoder", "projector"
 """What is frozen under these names: all encoders, without their projectors; and these."""
 
-COST_MODEL_VERSION = 2
+COST_MODEL_VERSION = 3
 """Of saved cost models: another when what is in them changes its meaning."""
 
 
@@ -117,8 +117,11 @@ class LayerCurves:
         backward_weight: For the gradient of its parameters.
         activation_bytes: Kept from forward to backward, per token.
         entered_bytes: As of :class:`~resilient.templates.inputs.profile.LayerCost`; likewise ``given_bytes``.
+        loaded_bytes: Per token, loaded of a cell for the layer; what is not known is 0.
         deferred_bytes: Kept besides, per token, between the two parts of a backward.
         workspace_bytes: The most that a call uses at a time beside that, in bytes; what is not known is 0.
+        ending_workspace_bytes: As of :class:`~resilient.templates.inputs.profile.LayerCost`; likewise
+            ``split_workspace_bytes``, ``again_bytes`` and ``ending_again_bytes``.
     """
 
     forward: Curve
@@ -128,7 +131,12 @@ class LayerCurves:
     entered_bytes: float = 0.0
     given_bytes: float = 0.0
     deferred_bytes: float = 0.0
+    loaded_bytes: float = 0.0
     workspace_bytes: Curve = Curve()
+    ending_workspace_bytes: Curve = Curve()
+    split_workspace_bytes: Curve = Curve()
+    again_bytes: Curve = Curve()
+    ending_again_bytes: Curve = Curve()
 
 
 @dataclass(frozen=True, kw_only=True)

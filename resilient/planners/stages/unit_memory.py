@@ -115,6 +115,8 @@ def stage_bytes(
         kept[stage], running[stage] = memory.inputs[first, middle], memory.largest[first, middle]
         if middle < end:
             kept[stage] += memory.kept[middle, end] - handed_on[middle]
+            # what the layers behind kept of the cell is gone by then, but for what was sent
+            running[stage] += handed_on[middle] - memory.kept[middle, end] + 2 * returned[stage]
             running[stage] = max(running[stage], memory.workspace[middle, end])
         # what runs again does so in the first part, which then is all of it, or where none is in the second
         has_second[stage] &= not wanted[stage]

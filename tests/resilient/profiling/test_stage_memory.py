@@ -35,12 +35,14 @@ from tests.resilient.ranks import as_threads
 from tests.resilient.small import make_job
 
 WIDTH, VOCABULARY, TOKENS = 256, 512, 64
+LARGE = 256
+"""Samples of a microbatch whose activations are much more than its layers' states."""
 BEGUN = "training begins"
 
 
 class Points:
     def __len__(self) -> int:
-        return 256
+        return 8 * 512
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         values = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
@@ -119,11 +121,16 @@ class GatedBlock(nn.Module):
         return (x + self.down(nn.functional.silu(gate) * up)).flatten(1)
 
 
-def partly_frozen(make: Callable[[], nn.Module], *frozen: int, num_layers: int = 6) -> Job:
+def rectified() -> nn.Module:
+    """What it hands on it keeps."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+def partly_frozen(make: Callable[[], nn.Module], *frozen: int, num_layers: int = 6, microbatch: int = 64) -> Job:
     """Layers of one kind, some of which are frozen."""
     layers = [lambda index=index: make().requires_grad_(index not in frozen) for index in range(num_layers)]
-    model = Chain(layers, summed_loss)
-    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=64, global_batch=512)
+    sizes = {"microbatch": microbatch, "global_batch": 8 * microbatch}
+    return make_job(model=Chain(layers, summed_loss), dataset=Points(), precision="fp32", **sizes)
 
 
 def widened() -> Job:
@@ -154,6 +161,9 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
         "gated, a frozen stage": partly_frozen(GatedBlock, 2, 3),
         "gated, frozen layers among others": partly_frozen(GatedBlock, 1, 3, 5),
         "gated, 12 layers": partly_frozen(GatedBlock, 3, 4, 5, 8, 10, num_layers=12),
+        "large rectified": partly_frozen(rectified, microbatch=LARGE),
+        "large rectified, a frozen stage": partly_frozen(rectified, 2, 3, microbatch=LARGE),
+        "large normed": partly_frozen(normed, microbatch=LARGE),
         "widened": widened(),
         "narrow": narrow(),
     }
@@ -292,6 +302,32 @@ def test_planned_memory_of_split_backwards_where_layers_run_again_is_what_is_all
     plan = Plan(pipelines=(laid_out,), schedule_kind=ScheduleKind.ZB_H1)
     write_initial(job, tmp_path)
     assert planned(profile, plan, row) == pytest.approx(allocated(job, plan, row, tmp_path), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *((name, row) for name in ("large rectified", "large normed") for row in range(3)),
+        ("large rectified, a frozen stage", 1),
+    ],
+)
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "run again"])
+@pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1])
+def test_planned_memory_of_large_activations_is_what_is_allocated(
+    name: str,
+    row: int,
+    kind: ScheduleKind,
+    again: bool,
+    jobs: dict[str, tuple[Job, ModelProfile]],
+    tmp_path: Path,
+) -> None:
+    job, profile = jobs[name]
+    laid_out = pipeline((0, 2, 4, 6), 8, 0, 1, 1, 1)
+    stages = tuple(replace(stage, recomputed_layers=2 * again) for stage in laid_out.template.stages)
+    laid_out = replace(laid_out, template=replace(laid_out.template, stages=stages))
+    plan = Plan(pipelines=(laid_out,), schedule_kind=kind)
+    write_initial(job, tmp_path)
+    assert planned(profile, plan, row) == pytest.approx(allocated(job, plan, row, tmp_path), rel=0.05)
 
 
 def with_even_times(profile: ModelProfile) -> ModelProfile:

@@ -92,7 +92,8 @@ def row_bytes(stages: list[StageBytes], seen: set[tuple[int, ...]], *, again: bo
         - counts[0] * passed
         for counts in seen
     )
-    return held + moving + max(x.largest if again else x.workspace + splits * x.deferred for x in stages)
+    workspaces = [x.split_workspace if splits else x.workspace for x in stages]
+    return held + moving + max([x.largest for x in stages] if again else workspaces)
 
 
 def every_cut(problem: PlanningProblem, *, alone: bool = False) -> Iterator[PipelineTemplate]:

@@ -20,11 +20,11 @@ class StageBytes:
         handed_on: Part of it: what goes out, and room for what comes back.
         each_again: Kept of each where layers run again.
         workspace: Used beside what is kept.
-        largest: Used by the largest layer that runs again.
+        split_workspace: The same while the first part of a backward runs, with what it leaves at parameters.
+        largest: Used beside that where layers run again.
         waiting: Kept of each microbatch between the parts of its backward: of one part that of sharded stages is, and
             that of frozen ones.
         waiting_again: The same where layers run again: they do so in the first part.
-        deferred: What the microbatch that is differentiated leaves at parameters for the second part.
     """
 
     def __init__(self, profile: ModelProfile, first: int, end: int, groups: int = 1, degree: int = 1) -> None:
@@ -34,30 +34,72 @@ class StageBytes:
         q = profile.tp_degrees.index(degree)
         self.arriving = self._arriving(first)
         self.held = self._held(first, end) + self.arriving + max(layer.read_bytes for layer in self._layers)
-        self._of_layers = [layer.costs[q].workspace_bytes for layer in self._layers]
+        self._costs = [layer.costs[q] for layer in self._layers]
         self._kept = [self._of_layer(k, q, is_first=k == first or groups > 1) for k in range(first, end)]
-        of_largest = [self._of_layer(k, q, is_first=groups > 1) for k in range(first, end)]
         ends = range(1, len(self._layers) + 1)  # no stage holds less than one that ends before it
         self.handed_on = self._handed_on(ends[-1])
         self.each = max(sum(self._kept[:e]) + self._handed_on(e) for e in ends)
-        self.each_again = max(sum(self._entering(first + k) for k in range(e)) + self._handed_on(e) for e in ends)
-        newest = max(sum(self._kept[: k + 1]) + self._once(k, e) + self._returned(e) for e in ends for k in range(e))
-        self.workspace = max(newest - self.each, 0)
+        self.each_again = max(self._inputs(e) + self._loaded(e) + self._handed_on(e) for e in ends)
+        self.workspace = max(0, max(self._newest(k, e) for e in ends for k in range(e)) - self.each)
         splits = groups == 1 and self._layers[0].input_gradient
         self._deferred = [layer.costs[q].deferred_bytes if splits else 0 for layer in self._layers]
-        self.deferred = sum(self._deferred)
+        differentiated = max(self._differentiated(k, e) for e in ends for k in range(e)) if splits else 0
+        self.split_workspace = max(0, differentiated - self.each) if splits else self.workspace
         self.waiting = max(self._waiting(e) for e in ends)
         trains = groups == 1 and any(layer.trainable for layer in self._layers)
         self.waiting_again = self.each_again if trains and not splits else 0
-        self.largest = max(kept + self._once(k, ends[-1]) for k, kept in enumerate(of_largest))
+        self.largest = max(0, max(self._newest_again(k, e) for e in ends for k in range(e)) - self.each_again)
 
     def plain(self, before: int, waiting: int, *, splits: bool) -> int:
         """With activations kept."""
-        return self.held + before * self.each + waiting * self.waiting + self.workspace + self.deferred * splits
+        return (
+            self.held
+            + before * self.each
+            + waiting * self.waiting
+            + (self.split_workspace if splits else self.workspace)
+        )
 
     def again(self, before: int, waiting: int) -> int:
         """With layers that run again."""
         return self.held + before * self.each_again + waiting * self.waiting_again + self.largest
+
+    def _newest(self, number: int, end: int) -> int:
+        """Of the microbatch whose layer runs, in a stage of so many: what later ones kept is gone by then."""
+        cost, there = self._costs[number], sum(self._kept[: number + 1]) + self._once(number, end)
+        if number == end - 1:
+            return there + (cost.ending_workspace_bytes or cost.workspace_bytes) + self._handed_on(end)
+        return there + cost.workspace_bytes + self._returned(end)
+
+    def _differentiated(self, number: int, end: int) -> int:
+        """The same in the first part of a backward: nothing is gone, and gradients wait at later layers."""
+        cost, there = self._costs[number], sum(self._kept[:end]) + sum(self._deferred[number + 1 : end])
+        there += self._once(number, end)
+        more = cost.split_workspace_bytes - cost.workspace_bytes if cost.split_workspace_bytes else cost.deferred_bytes
+        if number == end - 1:
+            there += (cost.ending_workspace_bytes or cost.workspace_bytes) + self._handed_on(end)
+        else:
+            there += cost.workspace_bytes - cost.given_bytes + self._returned(end)  # the next layer keeps what it gave
+        return there + max(more, 0)
+
+    def _newest_again(self, number: int, end: int) -> int:
+        """As the first, where layers run again."""
+        cost, there = self._costs[number], self._inputs(number + 1) + self._loaded(end) + self._once(number, end)
+        ending = cost.ending_workspace_bytes or cost.workspace_bytes
+        if number == end - 1:
+            return there + (cost.ending_again_bytes or cost.activation_bytes + ending) + self._handed_on(end)
+        return there + (cost.again_bytes or cost.activation_bytes + cost.workspace_bytes) + self._returned(end)
+
+    def _inputs(self, end: int) -> int:
+        """What layers keep that run again, as those do which have a backward."""
+        return sum(
+            self._entering(self._first + number)
+            for number, layer in enumerate(self._layers[:end])
+            if layer.trainable or layer.input_gradient
+        )
+
+    def _loaded(self, end: int) -> int:
+        runs = (layer.loaded_bytes for layer in self._layers[:end] if layer.trainable or layer.input_gradient)
+        return max(runs, default=0)
 
     def _waiting(self, end: int) -> int:
         """Between the parts, where so many layers are the stage."""
@@ -112,10 +154,10 @@ class StageBytes:
         return 2 * self._gradient(index) if index < len(self._profile.layers) else 0
 
     def _once(self, number: int, end: int) -> int:
-        """While a layer runs: its workspace, and what is gathered for it in a stage of so many layers."""
+        """While a layer runs: what enters and is kept by none, and what is gathered for it in a stage of so many."""
         passing = self._passing(self._first + number) if number > 0 else 0
         if self._groups == 1:
-            return self._of_layers[number] + passing
+            return passing
         parameters, gradients = (
             [-(-sum(of(x) for x in used(self._profile, layer)) // self._degree) for layer in self._layers[:end]]
             for of in (lambda x: x.parameter_bytes, lambda x: x.gradient_bytes)
@@ -124,4 +166,4 @@ class StageBytes:
         behind = gradients[number + 1] if number + 1 < end else 0
         addends = self._groups - 1 + min(self._groups, 3) - 1
         whole = before + parameters[number] + gradients[number] + behind + -(-behind * addends // self._groups)
-        return self._of_layers[number] + passing + whole
+        return passing + whole

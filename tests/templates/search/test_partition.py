@@ -89,6 +89,18 @@ def check_against_all(problem: PlanningProblem, num_nodes: int) -> TemplateSet |
     return templates
 
 
+MEMORY = (
+    "entered_bytes",
+    "given_bytes",
+    "workspace_bytes",
+    "ending_workspace_bytes",
+    "split_workspace_bytes",
+    "again_bytes",
+    "ending_again_bytes",
+    "deferred_bytes",
+)
+
+
 @st.composite
 def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
     """Problems with few templates, and a number of nodes: memory that may bind, links, frozen and tied layers."""
@@ -106,7 +118,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
                 backward_input_ms=ms / degree,
                 backward_weight_ms=draw(times),
                 activation_bytes=activations // draw(st.sampled_from([1, degree])),
-                **{name: draw(sizes) for name in ("entered_bytes", "given_bytes", "deferred_bytes")},
+                **{name: draw(sizes) for name in MEMORY},
             )
             for degree in degrees
         )
@@ -117,6 +129,8 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
             optimizer_bytes=draw(sizes),
             gradient_bytes=draw(sizes),
             input_bytes=draw(st.integers(0, 2)),
+            read_bytes=draw(st.integers(0, 2)),
+            loaded_bytes=draw(st.integers(0, 3)),
             shares=draw(st.sampled_from([(), (), (), ("l0",)])) if index else (),
         )
 

@@ -49,8 +49,8 @@ def memory_taken(
     for stage, actions in zip(template.stages, schedule.rows, strict=True):
         of_stage = StageBytes(problem.profile, stage.first_layer, stage.end_layer, stage.shard, stage.tp_degree)
         again, turns = stage.checkpointing, template.round_size // stage.shard
-        deferred = of_stage.deferred * (problem.schedule in SPLIT_KINDS)
-        held.append(of_stage.held + (of_stage.largest if again else of_stage.workspace + deferred))
+        workspace = of_stage.split_workspace if problem.schedule in SPLIT_KINDS else of_stage.workspace
+        held.append(of_stage.held + (of_stage.largest if again else workspace))
         before = of_stage.each_again if again else of_stage.each
         between = of_stage.waiting_again if again else of_stage.waiting
         each.append(turns * max(n * before + waits * between for n, waits in moments_of_row(actions)))
