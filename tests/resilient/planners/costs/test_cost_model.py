@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import COST_MODEL_VERSION, CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.costs.samples import Lengths
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -123,6 +123,7 @@ def unit(name: str, *layers: str) -> UnitCosts:
     return UnitCosts(name=name, layers=tuple(made))
 
 
+VERSION = f'"version":{COST_MODEL_VERSION},'.encode()
 MODEL = CostModel(units=(unit("vision", "embed", "block", "projector"), unit("llm", "embed", "block", "head")))
 
 
@@ -216,8 +217,8 @@ OTHER, AGAIN = "a cost model must be what was written as one, got other data", "
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b'"version":2', b'"version":1', f"a cost model must be of version 2, got 1; {AGAIN}"),
-        (b'"version":2,', b"", f"{OTHER} (Object missing required field `version`); {AGAIN}"),
+        (VERSION, b'"version":1,', f"a cost model must be of version {COST_MODEL_VERSION}, got 1; {AGAIN}"),
+        (VERSION, b"", f"{OTHER} (Object missing required field `version`); {AGAIN}"),
         (b'"units":', b'"unit":', f"{OTHER} (Object missing required field `units` - at `$.costs`); {AGAIN}"),
         (b'"linear":1.0', b'"linear":null', f"{OTHER} (Expected `float`, got `null` - at "
          f"`$.costs.units[0].layers[0].curves[0].forward.linear`); {AGAIN}"),
