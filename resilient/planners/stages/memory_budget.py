@@ -2,8 +2,8 @@
 
 Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row, of virtual stages the first ones more; in
 encoders, those of the language model count as after it. An encoder also holds what is deferred of the microbatch before
-them (Entrain). Where backwards are split (ZB-H1), every stage that trains holds as many as the first one of its lane:
-the first ones of these wait for their second part, with the gradients for it.
+them (Entrain). Where backwards are split (ZB-H1), every stage whose backward has both halves holds as many as the first
+one of its lane that has a backward: the first ones of these wait for their second half, with the gradients for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.packing.balance import fullest, loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
-from resilient.planners.stages.stage_work import dealt_by, deferred_bytes, has_second, kept_bytes
+from resilient.planners.stages.stage_work import dealt_by, deferred_bytes, first_differentiated, halved, kept_bytes
 from resilient.planners.stages.virtual_stages import in_flight, passed, room_parts
 from resilient.templates.common.arrays import Flags, Floats, Ints
 
@@ -36,17 +36,17 @@ def passed_behind(configuration: Configuration, unit: str) -> int:
     return sum(passed(configuration.units[each]) for each in after)
 
 
-def with_waiting(in_flight: Ints, has_second: Flags) -> tuple[Ints, Ints]:
-    """Return how many cells stages hold until the second part of their backward, and of how many that is to come.
+def put_off(in_flight: Ints, halved: Flags, first: int) -> Ints:
+    """Return how many cells stages hold between the halves of their backward, beside those in flight until the first.
 
-    It comes as late as that of the lane's first stage. [..., num_stages] each
+    The second half comes as late as the backward of the lane's first stage that has one. [..., num_stages]
 
     Args:
-        in_flight: Cells until the first part. [..., num_stages]
-        has_second: Which stages have two. [..., num_stages]
+        in_flight: Cells until the first half. [..., num_stages]
+        halved: Which stages have both. [..., num_stages]
+        first: That stage.
     """
-    held = np.where(has_second, np.maximum(in_flight, in_flight[..., :1]), in_flight)
-    return held, np.where(has_second, held - in_flight + 1, 0)
+    return np.where(halved, np.maximum(in_flight[..., first, None] - in_flight, 0), 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,7 +148,9 @@ class MemoryBudget:
             held, kept = windows(configuration, name), kept_bytes(unit, spread)
             waiting, deferred = np.zeros_like(held), np.zeros_like(kept)
             if setting.splits and configuration.shard == 1:
-                held, waiting = with_waiting(held, has_second(unit, spread))
+                two = halved(unit, spread)
+                late = put_off(held, two, first_differentiated(unit, spread))
+                held, waiting = held + late, np.where(two, late + 1, 0)
                 deferred = deferred_bytes(unit, spread)
             room = np.tile(memory - state, spread.chunks) * room_parts(spread, kept * held + deferred * waiting)
             # Of several pipelines that a stage works for, each has a part of it.
