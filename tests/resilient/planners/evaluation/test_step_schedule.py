@@ -196,7 +196,7 @@ def _put_off_ms(step: PlannedStep) -> float:
         now = 0.0
         for op, stage, cell, part, _ in schedule.codes[begin:end].tolist():
             if op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
-                now += later[stage, cell, part] * (1 if op == Op.BACKWARD_INPUT else -1)
+                now += float(later[stage, cell, part]) * (1 if op == Op.BACKWARD_INPUT else -1)
                 most = max(most, now)
     return most
 
