@@ -1,9 +1,10 @@
 """What microbatches keep of the devices' memory, and microbatches for when that is scarce.
 
-Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row, of virtual stages the first ones more; in
-encoders, those of the language model count as after it. An encoder also holds what is deferred of the microbatch before
-them (Entrain). Where backwards are split (ZB-H1), every stage whose backward has both halves holds as many as the first
-one of its lane that has a backward: the first ones of these wait for their second half, with the gradients for it.
+Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row, and 2 d + 1 where forwards run ahead by
+two; of virtual stages the first ones hold more. In encoders, stages of the language model count as after them. An
+encoder also holds what is deferred of the microbatch before them (Entrain). Where backwards are split (ZB-H1), every
+stage whose backward has both halves holds as many as the first one of its lane that has a backward: the first ones of
+these wait for their second half, with the gradients for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from resilient.templates.common.arrays import Flags, Floats, Ints
 
 def windows(configuration: Configuration, unit: str) -> Ints:
     """Return how many microbatches in a row each stage of a unit holds. [num_stages]"""
-    return in_flight(configuration.units[unit], passed_behind(configuration, unit))
+    return in_flight(configuration.units[unit], passed_behind(configuration, unit), configuration.lead)
 
 
 def passed_behind(configuration: Configuration, unit: str) -> int:

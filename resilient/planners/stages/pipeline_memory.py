@@ -158,7 +158,7 @@ def _in_flight(configuration: Configuration, name: str, kept: Ints) -> Ints:
     ahead = np.zeros(len(kept), dtype=np.int64)
     if name != LLM and configuration.encoders is Encoders.REPLICATED:
         ahead += np.arange(len(ahead))  # of the language model's stage in their row
-    return 1 + configuration.lead * (windows(configuration, name) - 1) + ahead[:, None]
+    return windows(configuration, name) + ahead[:, None]
 
 
 def _cell(

@@ -105,10 +105,12 @@ def test_what_is_used_is_what_the_simulation_finds_and_fits_where_it_must(
 
 
 def test_what_is_used_is_what_the_simulation_finds_of_any_samples_that_are_deferred() -> None:
-    """Of encoders with one lane for each replica of the language model, with two, and with one and two."""
+    """Of encoders with one lane for each replica of the language model, with two, and with one and two; however far
+    stages run ahead."""
     for seed in range(150):
         rng = np.random.default_rng(seed)
         configuration = spread(*(int(rng.choice(each)) for each in ([1, 2, 4], [1, 2, 4, 8], [1], [2, 3, 4])))
+        configuration = replace(configuration, lead=int(rng.integers(1, 4)))
         frozen = [[], ["vision"], ["vision.0", "vision.1"], ["vision", "llm.0", "llm.1", "llm.2"]][rng.integers(4)]
         at = replace(setting(), costs=COSTS.frozen(frozen), splits=bool(rng.integers(2)))
         number, count = int(rng.integers(1, 12)), int(rng.integers(4, 40))
