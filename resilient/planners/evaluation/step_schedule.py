@@ -2,8 +2,9 @@
 
 All pipelines are one graph, as a planner may have an encoder work for several of them. Stages are up to as many
 microbatches ahead as there are stages after them (1F1B), or a multiple of that (eager 1F1B); with split backwards what
-parameters need comes as late as that of their lane's first stage (ZB-H1). Where encoders lie on the language model's
-devices, they do their forwards before all of its, and their backwards after.
+parameters need comes as late as that of the first stage of their lane that has a backward (ZB-H1), but for stages that
+do all of a backward at once. Where encoders lie on the language model's devices, they do their forwards before all of
+its, and their backwards after.
 """
 
 from __future__ import annotations
