@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.schedules.halves import Halves
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -16,8 +17,9 @@ class StageTimes:
 
     Args:
         forward_ms: Forward.
-        backward_input_ms: Backward for what it received, and the forward that is run again with checkpointing.
-        backward_weight_ms: Backward for its parameters.
+        backward_input_ms: First half of the backward, for what it received.
+        backward_weight_ms: Second half, for its parameters; all of it where one half has all
+            (:class:`~resilient.templates.schedules.halves.Halves`).
         send_ms: One message over the boundary before it.
     """
 
@@ -35,15 +37,20 @@ def stage_times(template: PipelineTemplate, profile: ModelProfile) -> tuple[Stag
 def _of_stage(stage: StageSpec, profile: ModelProfile) -> StageTimes:
     degree = profile.tp_degrees.index(stage.tp_degree)
     layers = profile.layers[stage.first_layer : stage.end_layer]
+    halves = Halves.of(
+        trains=any(layer.trainable for layer in layers),
+        wanted=layers[0].input_gradient,
+        again=stage.checkpointing,
+        sharded=stage.shard > 1,
+    )
     of_inputs = sum(layer.costs[degree].backward_input_ms for layer in layers if layer.input_gradient)
-    of_inputs += stage.checkpointing * stage.forward_ms
     of_weights = sum(layer.costs[degree].backward_weight_ms for layer in layers if layer.trainable)
-    of_weights *= stage.shard == 1  # a sharded one does them at once
     weights_ms = stage.backward_ms * of_weights / (of_inputs + of_weights) if of_weights else 0.0
+    first_ms, second_ms = halves.divide(stage.backward_ms - weights_ms, weights_ms)
     return StageTimes(
         forward_ms=stage.forward_ms,
-        backward_input_ms=stage.backward_ms - weights_ms,
-        backward_weight_ms=weights_ms,
+        backward_input_ms=first_ms,
+        backward_weight_ms=second_ms,
         send_ms=stage.send_ms / 2,
     )
 

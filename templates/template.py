@@ -18,7 +18,7 @@ from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.schedules.graph import CHAIN, LaneName
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Of :meth:`TemplateSet.to_json`; files of another version are refused."""
 
 
@@ -42,7 +42,8 @@ class StageSpec:
             falls to the lane for one microbatch of the language model.
         backward_ms: Backward time of one round, the forward that is run again included.
         weights_ms: The part of ``backward_ms`` that the schedule can put off, as zero-bubble schedules do with what
-            parameters need; half of it where others do not wait for that, but it is not put off; 0 elsewhere.
+            parameters need; half of it where others do not wait for that, but it is not put off; 0 elsewhere, and where
+            layers run again or are gathered: all is done at once.
         send_ms: Time of the messages of one round over the boundary before the stage, 0 for the first.
         memory_bytes: Most that one device holds: states, gradients and the activations in flight; under eager 1F1B
             those of 1F1B. Of a device with several stages, the stage's part of the most that it holds of all.

@@ -41,8 +41,8 @@ class Setting:
             encoders). None leaves all that to the planner.
         num_peers: As many others as all of these together are there beside them, so many times, for other parts of the
             steps' samples: steps take as long as the slowest of all.
-        splits: Whether backwards for the weights stand apart, as late as those of each lane's first stage, as workers
-            run zb-h1.
+        splits: Whether backwards for the weights stand apart, as workers run zb-h1: as late as those of each lane's
+            first stage that has a backward.
         correction: What was learnt from measured times.
     """
 

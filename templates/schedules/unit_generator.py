@@ -35,7 +35,7 @@ def generate_units(
     *,
     pace: str | None = None,
     lead: int = 1,
-    split: bool = False,
+    split: bool | Sequence[bool] = False,
     apart: bool = False,
     max_in_flight: Sequence[int] | None = None,
     states: Sequence[Sequence[int]] | None = None,
@@ -48,8 +48,10 @@ def generate_units(
         graph: The step.
         pace: The unit whose cells are the turns; the last one by default.
         lead: How many cells a stage runs ahead of the next one: 2 hides messages, for up to twice the memory.
-        split: Whether backwards for the weights stand apart, as late as those of the lane's first stage: they fill gaps
-            while all stages of a lane keep as much as its first one.
+        split: Whether backwards for the weights stand apart, as late as those of the lane's first stage that has any:
+            they fill gaps while all stages of a lane keep as much as that one. Of all stages, or of each, lane after
+            lane: where one half has all of a backward (:class:`~resilient.templates.schedules.halves.Halves`) it is
+            done at once, when it is under 1F1B, for nobody waits less if it is put off.
         apart: Whether the units before that one do all their forwards before its first, and their backwards after its
             last: where they share its rows, these wait less for each other, for the memory of all cells.
         max_in_flight: Per row, how many cells its memory holds, each until its last backward; without it, as many as
@@ -76,7 +78,8 @@ def generate_units(
     longest = lead * rounds.delays
     forward_turns = _forward_turns(graph, unit_of, units.index(pace), apart, rounds, longest)
     num_last = units.index(pace) if apart else 0
-    kept = longest[graph.tables.ends_of[graph.tables.lane_of, 0]] if split else longest.copy()
+    halved = np.broadcast_to(np.asarray(split, dtype=np.bool_), graph.num_stages)
+    kept = np.where(halved, longest[_first_differentiated(graph.tables)], longest)
     while True:
         wanted = np.where(kept < rounds.parts * graph.num_cells, np.minimum(kept, longest), longest)
         delays = np.empty_like(wanted)
@@ -85,10 +88,16 @@ def generate_units(
         actions = _Actions(graph)
         _add_forwards(actions, forward_turns, rounds)
         backward_turns = _backward_turns(graph, unit_of, forward_turns, delays, lead, num_last, rounds)
-        _add_backwards(actions, backward_turns, delays, kept if split else None)
+        _add_backwards(actions, backward_turns, delays, kept, halved)
         schedule = actions.in_order(states)
         if max_in_flight is None or not shorten(schedule, kept, max_in_flight, rounds.parts):
             return schedule
+
+
+def _first_differentiated(tables: GraphTables) -> Ints:
+    """Return the first stage of each one's lane that has a backward, as frozen ones in front have none. [num_stages]"""
+    stages = np.where(tables.backward_of > Backward.NONE, np.arange(len(tables.lane_of)), len(tables.lane_of) - 1)
+    return np.minimum.reduceat(stages, tables.ends_of[:, 0])[tables.lane_of]
 
 
 def _forward_turns(graph: StepGraph, unit_of: Ints, pace: int, apart: bool, rounds: Rounds, delays: Ints) -> Ints:
@@ -258,8 +267,8 @@ def _add_forwards(actions: _Actions, turns: Ints, rounds: Rounds) -> None:
     actions.add(Op.SEND_F, source, cell, part=part, flow=flow, turn=here)
 
 
-def _add_backwards(actions: _Actions, turns: Ints, delays: Ints, weight_delays: Ints | None) -> None:
-    """Add all backwards, with the messages before and after each; in halves where weights have delays."""
+def _add_backwards(actions: _Actions, turns: Ints, delays: Ints, weight_delays: Ints, halved: Flags) -> None:
+    """Add all backwards, with the messages before and after each; in halves on stages that are ``halved``."""
     tables = actions.graph.tables
     lane_of, kinds = tables.lane_of, tables.backward_of
     real = _parts(tables.parts)
@@ -269,17 +278,16 @@ def _add_backwards(actions: _Actions, turns: Ints, delays: Ints, weight_delays: 
     before, after = _crossed(tables)
     trained = kinds > Backward.NONE
     for op, chosen in (
-        (Op.BACKWARD if weight_delays is None else Op.BACKWARD_INPUT, kinds == Backward.ALL),
-        (Op.BACKWARD_INPUT, kinds == Backward.INPUTS),
+        (Op.BACKWARD, (kinds == Backward.ALL) & ~halved),
+        (Op.BACKWARD_INPUT, (kinds == Backward.INPUTS) | (kinds == Backward.ALL) & halved),
         (Op.SEND_B, before & np.append(False, trained[:-1])),
         (Op.RECV_B, after & trained),
     ):
         own = chosen[stage]
         actions.add(op, stage[own], cell[own], part=part[own], turn=turn[own], beside=part[own])
-    if weight_delays is not None:
-        own = (kinds == Backward.ALL)[stage]
-        late = (first + weight_delays[stage])[own]
-        actions.add(Op.BACKWARD_WEIGHT, stage[own], cell[own], part=part[own], turn=late, beside=part[own])
+    own = ((kinds == Backward.ALL) & halved)[stage]
+    late = (first + weight_delays[stage])[own]
+    actions.add(Op.BACKWARD_WEIGHT, stage[own], cell[own], part=part[own], turn=late, beside=part[own])
     flow, (source, cell, part, target, target_cell) = _apart(tables, trained=True)
     here = turns[lane_of[source], cell, part]
     actions.add(Op.RECV_B, source, cell, part=part, flow=flow, turn=here, beside=part)

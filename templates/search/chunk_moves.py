@@ -121,7 +121,7 @@ def _step(costs: SingleDeviceCosts, rows: Rows, near: Ints, bounds: Ints, move: 
         time, fills = again if checkpoints else plain, 0
         for stage in rows.stages[row]:
             of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
-            fills += max(0, of[_AGAIN if checkpoints else _PLAIN] - of[_PUT_OFF])
+            fills += of[_AGAIN] if checkpoints else max(0, of[_PLAIN] - of[_PUT_OFF])
         sum_filling += fills
         if time > slowest or (time == slowest and fills > filling):
             slowest, filling = time, fills

@@ -298,8 +298,9 @@ class ChunkSearch:
             lacking = np.maximum(np.where(checkpointing, held[..., 1], held[..., 0]) - limit, 0).sum(axis=1)
         forward = (single.forward[end] - single.forward[first]) * (single.next_backward[first] < end)
         stages = single.work[end] - single.work[first] + single.send[self._source(row_of), first]
-        stages += checkpointing[:, row_of] * forward
-        filling = np.maximum(0, stages - 2 * (single.weights[end] - single.weights[first]))
+        again = checkpointing[:, row_of]
+        stages += again * forward
+        filling = np.maximum(0, stages - 2 * (single.weights[end] - single.weights[first]) * ~again)
         rows, filling_rows = of_rows(stages), of_rows(filling)
         slowest = np.lexsort((filling_rows, rows), axis=1)[:, -1]
         squares = (stages.astype(float) ** 2).sum(axis=1) + (rows.astype(float) ** 2).sum(axis=1)

@@ -103,7 +103,8 @@ class SingleDeviceCosts(NamedTuple):
         within: What a row does not hold that hands on to itself, before a layer: once, and of each microbatch whose
             backward through the first of the two stages, or the first part of it, is not over. [L, 2]
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
-        weights: Prefix sums of what schedules put off, as :attr:`StageSpec.weights_ms` says.
+        weights: Prefix sums of what schedules put off where layers do not run again, as :attr:`StageSpec.weights_ms`
+            says.
         sync: Gradient sum of a first stage that ends there. [L + 1]
     """
 
@@ -306,21 +307,20 @@ class StageCosts:
             recomputed_layers=(end - first) * checkpointing,
             forward_ms=forward / 1e6,
             backward_ms=backward / 1e6,
-            weights_ms=self._weights_part(first, end, option, forward * checkpointing) * backward / 1e6,
+            weights_ms=self._weights_part(first, end, option, checkpointing=checkpointing) * backward / 1e6,
             send_ms=self._send[device % devices_per_node == 0][option][first] / 1e6 if send_ms is None else send_ms,
             memory_bytes=memory,
             max_in_flight=most,
         )
 
-    def _weights_part(self, first: int, end: int, option: int, forward_again: int) -> float:
+    def _weights_part(self, first: int, end: int, option: int, *, checkpointing: bool) -> float:
         """Return the part of a stage's backward that is :attr:`StageSpec.weights_ms`; 0 where none is split."""
-        if not self._put_off or self.options[option].shard > 1:
-            return 0.0  # a sharded stage does all of a backward while its layers are gathered
+        if not self._put_off or self.options[option].shard > 1 or checkpointing:
+            return 0.0  # all of a backward is done while layers are gathered, and where they run again
         profile = self.problem.profile
-        degree = profile.tp_degrees.index(self.options[option].num_devices // self.options[option].shard)
+        degree = profile.tp_degrees.index(self.options[option].num_devices)
         layers = [(layer, layer.costs[degree]) for layer in profile.layers[first:end]]
         of_inputs = sum(cost.backward_input_ms for layer, cost in layers if layer.input_gradient)
-        of_inputs += forward_again / 1e6 * (self._next_backward[first] < end)
         of_weights = sum(cost.backward_weight_ms for layer, cost in layers if layer.trainable)
         return self._put_off * of_weights / (of_inputs + of_weights) if of_weights else 0.0
 

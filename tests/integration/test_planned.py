@@ -156,8 +156,8 @@ DRILLS = {
     ),
     "resilient": (  # encoders and language model on the same nodes, backwards for the weights apart
         Drill(kind="rank 0", phase="vision.backward"),
-        Drill(kind="any", phase="vision.weight"),
-        Drill(kind="rank 0", phase="llm.weight", also="any"),
+        Drill(kind="any", phase="llm.weight"),
+        Drill(kind="rank 0", phase="llm.backward", also="any"),
         Drill(kind="rank 0", phase="prepare"),
         Drill(kind="language", phase="commit"),
         Drill(kind="rank 0", phase="assign", during="loss"),

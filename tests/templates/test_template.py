@@ -23,8 +23,8 @@ def test_templates_survive_json(problem: PlanningProblem) -> None:
 
 
 def test_file_of_another_version_is_refused() -> None:
-    data = TWO.to_json().replace(b'"version":6', b'"version":5')
-    with pytest.raises(ValueError, match=r"^version must be 6, got 5; compute the templates again$"):
+    data = TWO.to_json().replace(b'"version":7', b'"version":6')
+    with pytest.raises(ValueError, match=r"^version must be 7, got 6; compute the templates again$"):
         TemplateSet.from_json(data)
 
 

@@ -14,6 +14,7 @@ from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.halves import Halves
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 from resilient.templates.schedules.validator import validate
@@ -114,17 +115,14 @@ def profiled_work(profile: ModelProfile, cluster: Cluster, num_stages: int, num_
     )
     stages = plan_templates(problem, num_stages).best(num_stages, num_microbatches).stages
     cuts = [profile.layers[stage.first_layer : stage.end_layer] for stage in stages]
+    halves = [_halves_ms(cut) for cut in cuts]
     link = cluster.inter_node
     latency_ms = link.transfer_ms(0)
     return PipelineWork(
         costs=ActionCosts(
             forward_ms=[sum(layer.costs[0].forward_ms for layer in cut) for cut in cuts],
-            backward_input_ms=[
-                sum(layer.costs[0].backward_input_ms for layer in cut if layer.input_gradient) for cut in cuts
-            ],
-            backward_weight_ms=[
-                sum(layer.costs[0].backward_weight_ms for layer in cut if layer.trainable) for cut in cuts
-            ],
+            backward_input_ms=[first for first, _ in halves],
+            backward_weight_ms=[second for _, second in halves],
             latency_ms=latency_ms,
             transfer_ms=[link.transfer_ms(cut[0].input_bytes) - latency_ms for cut in cuts[1:]],
             activation_bytes=[sum(layer.costs[0].activation_bytes for layer in cut) for cut in cuts],
@@ -135,6 +133,14 @@ def profiled_work(profile: ModelProfile, cluster: Cluster, num_stages: int, num_
         held_bytes=tuple(_held_bytes(profile, stage.first_layer, stage.end_layer) for stage in stages),
         stages=tuple(_names(cut) for cut in cuts),
     )
+
+
+def _halves_ms(layers: Sequence[LayerProfile]) -> tuple[float, float]:
+    """Return what the halves of a stage's backward take."""
+    trains, wanted = any(layer.trainable for layer in layers), layers[0].input_gradient
+    of_inputs = sum(layer.costs[0].backward_input_ms for layer in layers if layer.input_gradient)
+    of_weights = sum(layer.costs[0].backward_weight_ms for layer in layers if layer.trainable)
+    return Halves.of(trains=trains, wanted=wanted).divide(of_inputs, of_weights)
 
 
 def _held_bytes(profile: ModelProfile, first_layer: int, end_layer: int) -> int:

@@ -2,8 +2,9 @@
 
 All pipelines are one graph, as a planner may have an encoder work for several of them. Stages are up to as many
 microbatches ahead as there are stages after them (1F1B), or a multiple of that (eager 1F1B); with split backwards what
-parameters need comes as late as that of their lane's first stage (ZB-H1). Where encoders lie on the language model's
-devices, they do their forwards before all of its, and their backwards after.
+parameters need comes as late as that of the first stage of their lane that has a backward (ZB-H1), but for stages that
+do all of a backward at once. Where encoders lie on the language model's devices, they do their forwards before all of
+its, and their backwards after.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.node_places import in_one_node
-from resilient.planners.stages.stage_work import has_second
+from resilient.planners.stages.stage_work import halved
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.inputs.cluster import Link
-from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
+from resilient.templates.schedules.graph import Flow, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.simulator import ActionCosts
 from resilient.templates.schedules.unit_generator import generate_units
@@ -85,7 +86,7 @@ class _Step:
                 graph,
                 pace=LLM,
                 lead=self._configuration.lead,
-                split=self._setting.splits,
+                split=list(self._halved()),
                 apart=self._configuration.encoders_come_first,
             ),
             costs=self._costs(graph),
@@ -100,18 +101,15 @@ class _Step:
                     name=LaneName(unit.costs.name, number),
                     rows=tuple(rows),
                     cells=tuple(np.flatnonzero(used[number]).tolist()),
-                    backwards=self._backwards(unit),
+                    backwards=unit.backwards,
                     whole=unit.whole,
                 )
 
-    def _backwards(self, unit: StepUnit) -> tuple[Backward, ...]:
-        """Return what each stage differentiates; where layers run again, a split backward has one part."""
-        if not self._setting.splits:
-            return unit.backwards
-        split = has_second(unit.costs, unit.spread)
-        return tuple(
-            each if two else min(each, Backward.INPUTS) for each, two in zip(unit.backwards, split, strict=True)
-        )
+    def _halved(self) -> Iterator[bool]:
+        """Yield of each stage, lane after lane, whether it runs its backwards in halves."""
+        for unit in self._units:
+            split = self._setting.splits & halved(unit.costs, unit.spread, self._configuration.shard)
+            yield from np.tile(split, len(self._layout.rows[unit.costs.name])).tolist()
 
     def _named_flows(self) -> Iterator[Flow]:
         for flows in self._flows:

@@ -10,7 +10,7 @@ import numpy as np
 
 from resilient.planners.costs.cost_model import Curve, UnitCosts, UnitLayer
 from resilient.planners.planner import Parallelism
-from resilient.planners.stages.stage_work import kept_by_layers, num_recomputed, token_bytes
+from resilient.planners.stages.stage_work import kept_by_layers, num_recomputed, stage_halves, token_bytes
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -43,8 +43,8 @@ class Taken:
     Args:
         forward_ms: Time of the forward.
         backward_ms: Time of the backward; 0 on stages that need none.
-        weights_ms: Part of it that may come later, where backwards are split: all of it where nothing that comes in
-            wants a gradient, none of it where layers run again.
+        weights_ms: Its second half, where halves run apart; all of it where one half has all
+            (:class:`~resilient.templates.schedules.halves.Halves`).
         kept_bytes: Activations on each device, of layers that have a backward.
         deferred_bytes: Gradients on each device that wait for that part.
     """
@@ -105,6 +105,7 @@ class CallWork(Taken):
         """
         forward, backward, weights, kept, deferred = np.zeros((5, spread.num_stages, len(calls.cell)))
         firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)))
+        halves = stage_halves(unit, spread)
         for degree in np.unique(calls.degree).tolist():
             chosen = calls.degree == degree
             tokens, squares = calls.tokens[chosen], calls.squares[chosen]
@@ -114,17 +115,17 @@ class CallWork(Taken):
                 passed = [each for each in curves if each.backward != Curve()]
                 again = [each.forward for each in passed[: num_recomputed(spread, len(passed))]]
                 whole = sum((*(each.backward for each in passed), *again), Curve())
-                later = [each.weights for each in passed] if not again else []
+                later = sum((each.weights for each in passed), Curve())
                 for table, curve in (
                     (forward, sum((each.forward for each in curves), Curve())),
                     (backward, whole),
-                    (weights, sum(later, Curve()) if layers[0].input_gradient else whole),
+                    (weights, later if halves[stage].both else whole * float(halves[stage].weights)),
                 ):
                     work = curve.attention * squares + curve.linear * tokens + curve.fixed
                     table[stage, chosen] = np.where(tokens > 0, work, 0.0)
                 of_layers = kept_by_layers([(each.kept_bytes, each.entered_bytes, each.given_bytes) for each in passed])
                 kept[stage, chosen] = tokens * token_bytes(unit, spread, degree, of_layers)
-                if layers[0].input_gradient and not again:
+                if halves[stage].both:
                     deferred[stage, chosen] = tokens * sum(each.deferred_bytes for each in passed)
         return cls(
             calls=calls,

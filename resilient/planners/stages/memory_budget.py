@@ -1,9 +1,10 @@
 """What microbatches keep of the devices' memory, and microbatches for when that is scarce.
 
-Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row, of virtual stages the first ones more; in
-encoders, those of the language model count as after it. An encoder also holds what is deferred of the microbatch before
-them (Entrain). Where backwards are split (ZB-H1), every stage that trains holds as many as the first one of its lane:
-the first ones of these wait for their second part, with the gradients for it.
+Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row, and 2 d + 1 where forwards run ahead by
+two; of virtual stages the first ones hold more. In encoders, stages of the language model count as after them. An
+encoder also holds what is deferred of the microbatch before them (Entrain). Where backwards are split (ZB-H1), every
+stage whose backward has both halves holds as many as the first one of its lane that has a backward: the first ones of
+these wait for their second half, with the gradients for it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import Curve
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
-from resilient.planners.packing.balance import fullest, loads, longest_first
+from resilient.planners.packing.balance import deal_whole, fullest, loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
-from resilient.planners.stages.stage_work import dealt_by, deferred_bytes, has_second, kept_bytes
+from resilient.planners.stages.device_layout import lanes_of_pipelines
+from resilient.planners.stages.stage_work import dealt_by, deferred_bytes, first_differentiated, halved, kept_bytes
 from resilient.planners.stages.virtual_stages import in_flight, passed, room_parts
 from resilient.templates.common.arrays import Flags, Floats, Ints
 
 
 def windows(configuration: Configuration, unit: str) -> Ints:
     """Return how many microbatches in a row each stage of a unit holds. [num_stages]"""
-    return in_flight(configuration.units[unit], passed_behind(configuration, unit))
+    return in_flight(configuration.units[unit], passed_behind(configuration, unit), configuration.lead)
 
 
 def passed_behind(configuration: Configuration, unit: str) -> int:
@@ -36,17 +38,17 @@ def passed_behind(configuration: Configuration, unit: str) -> int:
     return sum(passed(configuration.units[each]) for each in after)
 
 
-def with_waiting(in_flight: Ints, has_second: Flags) -> tuple[Ints, Ints]:
-    """Return how many cells stages hold until the second part of their backward, and of how many that is to come.
+def put_off(in_flight: Ints, halved: Flags, first: int) -> Ints:
+    """Return how many cells stages hold between the halves of their backward, beside those in flight until the first.
 
-    It comes as late as that of the lane's first stage. [..., num_stages] each
+    The second half comes as late as the backward of the lane's first stage that has one. [..., num_stages]
 
     Args:
-        in_flight: Cells until the first part. [..., num_stages]
-        has_second: Which stages have two. [..., num_stages]
+        in_flight: Cells until the first half. [..., num_stages]
+        halved: Which stages have both. [..., num_stages]
+        first: That stage.
     """
-    held = np.where(has_second, np.maximum(in_flight, in_flight[..., :1]), in_flight)
-    return held, np.where(has_second, held - in_flight + 1, 0)
+    return np.where(halved, np.maximum(in_flight[..., first, None] - in_flight, 0), 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +81,39 @@ class Kept:
     def tokens(self, samples: Lengths, microbatch: Ints, num_microbatches: int) -> Floats:
         """Return the tokens of each microbatch on the lane that has most. [num_microbatches]"""
         return fullest(self.work.of(samples), samples.tokens, microbatch, num_microbatches, self.lanes)
+
+    def used(self, samples: Lengths, cell: Ints, late: Ints, num_microbatches: int) -> float:
+        """Return the largest part that is used of what a stage has left.
+
+        A lane begins with a cell when the language model needs the first of its samples, and differentiates each of
+        them when it has done so.
+
+        Args:
+            samples: Of the replica.
+            cell: Of each sample, the position of its microbatch in the unit.
+            late: In the language model.
+            num_microbatches: Of the replica.
+        """
+        lane = deal_whole(self.work.of(samples), np.tile([0, self.lanes], (len(cell), 1)), cell)
+        slot, there = lane * num_microbatches + cell, samples.tokens > 0
+        begins = np.full(self.lanes * num_microbatches, num_microbatches)
+        np.minimum.at(begins, slot[there], late[there])
+        begun, halfway = (
+            np.pad(
+                loads(samples.tokens, lane * num_microbatches + turn, len(begins)).reshape(self.lanes, -1),
+                ((0, 0), (1, 0)),
+            )
+            for turn in (np.where(there, begins[slot], late), late)
+        )
+        begun, halfway = np.cumsum(begun, axis=1), np.cumsum(halfway, axis=1)
+        turns, largest = np.arange(num_microbatches), 0.0
+        for window, waiting, part, besides in zip(
+            *(each.tolist() for each in (self.windows, self.waiting, self.parts, self.deferred)), strict=True
+        ):
+            ends, halves = (np.minimum(turns + each, num_microbatches) for each in (window, waiting))
+            held = part * (begun[:, ends] - halfway[:, :-1]) + besides * (halfway[:, halves] - halfway[:, :-1])
+            largest = max(largest, float(held.max()))
+        return largest
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,20 +148,34 @@ class MemoryBudget:
         Raises:
             ValueError: There is none.
         """
-        budgets: dict[float, MemoryBudget | None] = {}
+        budgets: dict[tuple[float, ...], MemoryBudget | None] = {}
         state = {
             name: left_bytes(setting, setting.costs.by_name[name], spread, configuration, replicas)
             for name, spread in configuration.units.items()
         }
-        for number, each in enumerate(replicas):
-            if each.devices not in budgets:
-                of_one = {name: rows[number] for name, rows in state.items()}
-                budgets[each.devices] = cls._of(setting, configuration, of_one, each.devices)
-        return [budgets[each.devices] for each in replicas]
+        language = configuration.units[LLM]
+        lanes = {
+            name: np.diff(lanes_of_pipelines(spread, language, len(replicas)))[:, 0].tolist()
+            for name, spread in configuration.units.items()
+        }
+        kinds = [
+            (each.devices, *numbers) for each, numbers in zip(replicas, zip(*lanes.values(), strict=True), strict=True)
+        ]
+        for number, kind in enumerate(kinds):
+            if kind not in budgets:
+                state_of_one = {name: rows[number] for name, rows in state.items()}
+                lanes_of_one = {name: numbers[number] for name, numbers in lanes.items()}
+                budgets[kind] = cls._of(setting, configuration, state_of_one, lanes_of_one, replicas[number].devices)
+        return [budgets[kind] for kind in kinds]
 
     @classmethod
     def _of(
-        cls, setting: Setting, configuration: Configuration, states: Mapping[str, Floats], devices: float
+        cls,
+        setting: Setting,
+        configuration: Configuration,
+        states: Mapping[str, Floats],
+        lanes: Mapping[str, int],
+        devices: float,
     ) -> MemoryBudget | None:
         memory = setting.cluster.memory_bytes
         if memory is None:
@@ -148,7 +197,9 @@ class MemoryBudget:
             held, kept = windows(configuration, name), kept_bytes(unit, spread)
             waiting, deferred = np.zeros_like(held), np.zeros_like(kept)
             if setting.splits and configuration.shard == 1:
-                held, waiting = with_waiting(held, has_second(unit, spread))
+                two = halved(unit, spread)
+                late = put_off(held, two, first_differentiated(unit, spread))
+                held, waiting = held + late, np.where(two, late + 1, 0)
                 deferred = deferred_bytes(unit, spread)
             room = np.tile(memory - state, spread.chunks) * room_parts(spread, kept * held + deferred * waiting)
             # Of several pipelines that a stage works for, each has a part of it.
@@ -159,7 +210,7 @@ class MemoryBudget:
                 parts=kept * of_room,
                 deferred=deferred * of_room,
                 encodes=position < language,
-                lanes=max(1, spread.dp // configuration.units[LLM].dp),
+                lanes=lanes[name],
                 work=dealt_by(unit, spread),
             )
         return cls(units=units)
@@ -226,25 +277,10 @@ class MemoryBudget:
             late: In the language model: the same or the next.
             num_microbatches: Of the replica.
         """
-        largest = 0.0
-        for name, unit in self.units.items():
-            tokens = samples.units[name].tokens.astype(np.float64)
-            place = early if unit.encodes else late
-            begun, halfway = (
-                np.concatenate(([0.0], np.cumsum(unit.tokens(samples.units[name], each, num_microbatches))))
-                for each in (place, late)
-            )
-            # When a microbatch is differentiated, what was deferred to it is still held.
-            deferred = loads(np.where(late > place, tokens, 0.0), late, num_microbatches)
-            for window, waiting, part, besides in zip(
-                *(each.tolist() for each in (unit.windows, unit.waiting, unit.parts, unit.deferred)), strict=True
-            ):
-                ends, halves = (
-                    np.minimum(np.arange(num_microbatches) + each, num_microbatches) for each in (window, waiting)
-                )
-                held = part * (begun[ends] - begun[:-1] + deferred) + besides * (halfway[halves] - halfway[:-1])
-                largest = max(largest, float(held.max()))
-        return largest
+        return max(
+            unit.used(samples.units[name], early if unit.encodes else late, late, num_microbatches)
+            for name, unit in self.units.items()
+        )
 
     def even(self, samples: SampleTable, num_microbatches: int) -> Ints:
         """Return the microbatch of each sample such that all take as much, and large ones are apart.

@@ -15,7 +15,8 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
-from resilient.planners.stages.memory_budget import passed_behind, windows
+from resilient.planners.stages.memory_budget import passed_behind, put_off, windows
+from resilient.planners.stages.stage_work import first_differentiated
 from resilient.planners.stages.unit_memory import LaneCell, StageBytes, stage_bytes
 from resilient.planners.stages.virtual_stages import held_together
 from resilient.templates.common.arrays import Flags, Ints
@@ -112,7 +113,8 @@ def _held(
             )
         )
         has_second = np.stack([lane.has_second for lane in of_lanes]) & setting.splits
-        moments = _moments(in_flight, has_second, configuration.num_microbatches)
+        late = put_off(in_flight, has_second, first_differentiated(unit, spread))
+        moments = _moments(in_flight, late, configuration.num_microbatches)
         held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches)
         held[unit.name] += np.max([counts[0] * before + counts[1] * waiting for counts in moments], axis=0)
         running[unit.name] = np.stack([lane.running for lane in of_lanes])
@@ -124,19 +126,17 @@ def _held(
     return held
 
 
-def _moments(in_flight: Ints, has_second: Flags, num_cells: int) -> Sequence[tuple[Ints, Ints]]:
-    """Return how many cells stages hold until the first part of their backward is over, and between the parts.
+def _moments(in_flight: Ints, late: Ints, num_cells: int) -> Sequence[tuple[Ints, Ints]]:
+    """Return how many cells stages hold until the first half of their backward is over, and between the halves.
 
-    That is at two moments, at one of which stages hold most: before any first part is over, as far as there are more
-    than wait later, and when most wait. The second part comes as late as that of the lane's first stage.
-    [num_lanes, num_stages] each
+    That is at two moments, at one of which stages hold most: before any first half is over, as far as there are more
+    than wait later, and when most wait. [num_lanes, num_stages] each
 
     Args:
-        in_flight: Cells until the first part. [num_lanes, num_stages]
-        has_second: Which stages have two. [num_lanes, num_stages]
+        in_flight: Cells until the first half. [num_lanes, num_stages]
+        late: Between the halves, of enough cells. [num_lanes, num_stages]
         num_cells: Cells of a step; windows may be wider.
     """
-    late = np.where(has_second, np.maximum(in_flight[:, :1] - in_flight, 0), 0)
     before, waiting = np.minimum(in_flight, num_cells), np.minimum(late, num_cells - 1)
     return (before, np.minimum(late, num_cells - before)), (np.minimum(in_flight, num_cells - waiting), waiting)
 
@@ -158,7 +158,7 @@ def _in_flight(configuration: Configuration, name: str, kept: Ints) -> Ints:
     ahead = np.zeros(len(kept), dtype=np.int64)
     if name != LLM and configuration.encoders is Encoders.REPLICATED:
         ahead += np.arange(len(ahead))  # of the language model's stage in their row
-    return 1 + configuration.lead * (windows(configuration, name) - 1) + ahead[:, None]
+    return windows(configuration, name) + ahead[:, None]
 
 
 def _cell(

@@ -13,6 +13,7 @@ from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.stages.virtual_stages import by_row
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.schedules.halves import Halves
 
 
 def dealt_by(unit: UnitCosts, spread: Parallelism) -> Curve:
@@ -96,26 +97,43 @@ def kept_by_layers(layers: Sequence[tuple[float, float, float]]) -> Floats:
     return kept + np.append(entered[:1], np.minimum(entered[1:], given[:-1]))
 
 
-def has_second(unit: UnitCosts, spread: Parallelism) -> Flags:
-    """Return which stages have a second part of their backward, where backwards are split. [num_stages]
+def stage_halves(unit: UnitCosts, spread: Parallelism, shard: int = 1) -> list[Halves]:
+    """Return which halves each stage's backward has, where they run apart.
 
-    One that trains does, but for layers that run again: these are differentiated at once, if something that came in
-    wants a gradient.
+    Args:
+        unit: The unit.
+        spread: How it is spread.
+        shard: Devices that divide a copy.
     """
     trained = by_stage(spread, [layer.trainable for layer in unit.layers]) > 0
-    wanted = np.array([unit.layers[first].input_gradient for first in spread.first_layers])
-    return trained & ~(wanted & (spread.recompute > 0))
+    again, sharded = spread.recompute > 0, shard > 1
+    return [
+        Halves.of(trains=trains, wanted=unit.layers[first].input_gradient, again=again, sharded=sharded)
+        for trains, first in zip(trained.tolist(), spread.first_layers.tolist(), strict=True)
+    ]
+
+
+def halved(unit: UnitCosts, spread: Parallelism, shard: int = 1) -> Flags:
+    """Return which stages run their backward in halves, where schedules do; others do it at once. [num_stages]
+
+    Args:
+        unit: The unit.
+        spread: How it is spread.
+        shard: Devices that divide a copy.
+    """
+    return np.array([each.both for each in stage_halves(unit, spread, shard)])
+
+
+def first_differentiated(unit: UnitCosts, spread: Parallelism) -> int:
+    """Return the first stage that has a backward, after frozen ones that have none; 0 where no stage has any."""
+    return int((by_stage(spread, [layer.has_backward for layer in unit.layers]) > 0).argmax())
 
 
 def deferred_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
-    """Return what each token keeps besides on a device of each stage between the parts of a backward. [num_stages]
-
-    Nothing where no input wants a gradient: all of the backward is in the second part.
-    """
+    """Return what each token keeps besides on a device of each stage between halves of a backward. [num_stages]"""
     index = unit.index(spread.tp, spread.cp)
     each = by_stage(spread, [layer.curves[index].deferred_bytes * layer.trainable for layer in unit.layers])
-    wanted = np.array([unit.layers[first].input_gradient for first in spread.first_layers])
-    return each * (wanted & has_second(unit, spread))
+    return each * halved(unit, spread)
 
 
 def num_recomputed(spread: Parallelism, num_layers: int) -> int:

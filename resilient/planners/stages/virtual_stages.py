@@ -18,18 +18,19 @@ def by_row(spread: Parallelism, values: Floats) -> Floats:
     return values.reshape(*values.shape[:-1], spread.chunks, spread.pp).sum(axis=-2)
 
 
-def in_flight(spread: Parallelism, behind: int) -> Ints:
-    """Return how many microbatches in a row each stage holds under 1F1B, or interleaved 1F1B. [num_stages]
+def in_flight(spread: Parallelism, behind: int, lead: int) -> Ints:
+    """Return how many microbatches in a row each stage holds under 1F1B, eager or interleaved 1F1B. [num_stages]
 
     Args:
         spread: How the unit is spread.
         behind: Microbatches that go on meanwhile in units after it.
+        lead: Microbatches that a stage runs ahead of the next one.
     """
     after = np.arange(spread.num_stages)[::-1]
     if spread.chunks == 1:
-        return after + 1 + behind
+        return 1 + lead * (after + behind)
     # From its forward to its backward, in parts of a microbatch's time. A stage has the first pp of every num_stages.
-    groups, rest = np.divmod(2 * after + 1 + spread.chunks * behind, spread.num_stages)
+    groups, rest = np.divmod((1 + lead) * after + 1 + lead * spread.chunks * behind, spread.num_stages)
     return groups * spread.pp + np.minimum(rest, spread.pp)
 
 

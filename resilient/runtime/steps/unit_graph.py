@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from resilient.pipeline.p2p import Channel
 from resilient.pipeline.row_actions import Border
@@ -12,6 +13,7 @@ from resilient.planners.costs.samples import LLM
 from resilient.planners.pipelines.decision import decision_of
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.graph import CHAIN, Backward, LaneName, StageName, StepGraph, UnitLane
+from resilient.templates.schedules.halves import Halves
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.schedules.unit_generator import generate_units
@@ -42,6 +44,7 @@ class PlanLanes:
         self.feeds = feeds
         self._templates = [pipeline.template for pipeline in plan.pipelines]
         self._backward_of: dict[StageName, Backward] = {}
+        self._halved: dict[StageName, bool] = {}
         self._rows: list[range] = []
         self._names: list[dict[LaneName, LaneName]] = []
         self._stages: dict[LaneName, list[StageName]] = {}
@@ -54,7 +57,8 @@ class PlanLanes:
                 stages = self._stages.setdefault(names[spec.lane], [])
                 stage = names[spec.lane], len(stages)
                 stages.append(stage)
-                self.specs[stage], self.row_of[stage], self._backward_of[stage] = spec, first_row + row, backward
+                self.specs[stage], self.row_of[stage] = spec, first_row + row
+                self._backward_of[stage], self._halved[stage] = backward
             self._names.append(names)
             self._rows.append(range(first_row, first_row + len(template.rows)))
             first_row += len(template.rows)
@@ -123,7 +127,7 @@ class PlanLanes:
             pipelines: They, ascending; only one where its samples are in no other.
             cells: Of the step, in these pipelines.
             states: Returns the indices of the states whose gradients are summed for a stage; None for no sums.
-            split: Whether backwards for the weights stand apart.
+            split: Whether backwards for the weights stand apart, of stages that have both halves.
         """
         number_of = {row: number for number, row in enumerate(self.rows(pipelines))}
         names = self.lanes(pipelines)
@@ -142,7 +146,7 @@ class PlanLanes:
             StepGraph(lanes=lanes, flows=cells.flows, num_rows=len(number_of)),
             pace=LLM,
             lead=min(each.lead for each in decisions),
-            split=split,
+            split=[split and self._halved[stage] for name in names for stage in self._stages[name]],
             apart=all(each.encoders_come_first for each in decisions),
             states=states and [states(self.specs[stage]) for name in names for stage in self._stages[name]],
         )
@@ -176,9 +180,21 @@ def handed_over(source: str, target: str) -> str:
     return target if source == LLM else source
 
 
+class StageBackward(NamedTuple):
+    """The backward of a stage.
+
+    Args:
+        kind: What it differentiates.
+        halved: Whether it has both halves, where these run apart.
+    """
+
+    kind: Backward
+    halved: bool
+
+
 def stage_backwards(
     template: PipelineTemplate, trained: Sequence[bool], feeds: Sequence[tuple[str, str]]
-) -> tuple[Backward, ...]:
+) -> tuple[StageBackward, ...]:
     """Return what each stage differentiates: frozen ones only what something trained before them wants.
 
     Args:
@@ -186,7 +202,7 @@ def stage_backwards(
         trained: Of each of the model's layers.
         feeds: Which unit's features go to which later one.
     """
-    found: list[Backward] = []
+    found: list[StageBackward] = []
     wanted: dict[str, bool] = {}  # of each unit, whether what it makes has a gradient
     for number, stage in enumerate(template.stages):
         unit = stage.lane.unit
@@ -195,7 +211,9 @@ def stage_backwards(
         else:
             before = wanted[unit]
         own = any(trained[stage.first_layer : stage.end_layer])
-        found.append(Backward.ALL if own else Backward.INPUTS if before else Backward.NONE)
+        kind = Backward.ALL if own else Backward.INPUTS if before else Backward.NONE
+        halves = Halves.of(trains=own, wanted=before, again=stage.checkpointing, sharded=stage.shard > 1)
+        found.append(StageBackward(kind, halves.both))
         wanted[unit] = own or before
     assert all(unit in wanted or unit == CHAIN.unit for unit, _ in feeds), "units come before those that they feed"
     return tuple(found)

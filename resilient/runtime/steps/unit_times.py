@@ -18,6 +18,7 @@ from resilient.templates.common.arrays import Floats
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.graph import StageName, StepGraph
+from resilient.templates.schedules.halves import Halves
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.template import StageSpec
@@ -189,7 +190,7 @@ class UnitTimes:
 
 
 def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> tuple[Curve, Curve, Curve]:
-    """Return the curves of a stage: forward, and the two parts of the backward.
+    """Return the curves of a stage: forward, and the halves of the backward as they run apart.
 
     Args:
         unit: Its unit.
@@ -198,6 +199,12 @@ def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> tuple[Curve,
     """
     index = unit.index(stage.tp_degree, 1)
     layers = unit.layers[stage.first_layer - first : stage.end_layer - first]
+    halves = Halves.of(
+        trains=any(layer.trainable for layer in layers),
+        wanted=layers[0].input_gradient,
+        again=stage.checkpointing,
+        sharded=stage.shard > 1,
+    )
     forward, of_inputs, of_weights = Curve(), Curve(), Curve()
     for number, layer in enumerate(layers):
         curves = layer.curves[index]
@@ -205,4 +212,4 @@ def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> tuple[Curve,
         again = number < stage.recomputed_layers and layer.has_backward
         of_inputs += curves.backward_input * float(layer.input_gradient) + curves.forward * float(again)
         of_weights += curves.backward_weight * float(layer.trainable)
-    return forward, of_inputs, of_weights
+    return forward, *halves.divide(of_inputs, of_weights)

@@ -85,7 +85,7 @@ def test_rounds_in_which_a_worker_has_no_sample(tmp_path: Path) -> None:
     arguments = (*JOB, "--steps", "4", "--frozen", "--draws", "--schedule", "zb-h1", "--batch", "14")
     log = run_alone(tmp_path / "alone", *arguments, script=SCRIPT)
     planner = ("--planner", "resilient", "--always", "rounds")
-    options = "--workers-per-node 2 --trace-steps 1-4 --inject node=1,step=3,phase=weight"
+    options = "--workers-per-node 2 --trace-steps 1-4 --inject node=1,step=3,phase=scatter"
     with started(tmp_path / "run", *arguments, *planner, nodes=3, options=options, script=SCRIPT) as job:
         run = job.wait()
     check(run, (tmp_path / "alone", log))

@@ -125,7 +125,7 @@ def every_cut(problem: PlanningProblem, *, alone: bool = False) -> Iterator[Pipe
             node_index=row_of[index],
             forward_ms=forward,
             backward_ms=of_inputs + of_weights,
-            weights_ms=of_weights * (problem.schedule in SPLIT_KINDS),
+            weights_ms=of_weights * (problem.schedule in SPLIT_KINDS and not again),
             send_ms=message * crosses,
         )
         return spec, StageBytes(problem.profile, first, end)

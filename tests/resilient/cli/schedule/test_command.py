@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -255,9 +256,12 @@ def test_frozen_layers_have_no_backward_that_nobody_needs() -> None:
     costs = profiled_work(profile, Cluster(), 8, 4).costs
     inputs = [layer.costs[0].backward_input_ms for layer in profile.layers if layer.input_gradient]
     weights = [layer.costs[0].backward_weight_ms for layer in profile.layers if layer.trainable]
-    assert sum(costs.backward_input_ms) == pytest.approx(sum(inputs))  # pyright: ignore[reportArgumentType,reportCallIssue]
-    assert sum(costs.backward_weight_ms) == pytest.approx(sum(weights))  # pyright: ignore[reportArgumentType,reportCallIssue]
+    first, second = np.asarray(costs.backward_input_ms), np.asarray(costs.backward_weight_ms)
+    assert (first + second).sum() == pytest.approx(sum(inputs) + sum(weights))
     assert len(inputs) < len(profile.layers)
+    behind = int((second > 0).argmax())
+    assert (first[: behind + 1] == 0).all(), "nobody waits for what the first one that trains differentiates"
+    assert (first[behind + 1 :] > 0).all()
 
 
 def test_schedules_that_do_not_fit_are_named() -> None:

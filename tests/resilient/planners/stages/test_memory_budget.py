@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
-from resilient.planners.planner import Assignment, Configuration, Parallelism, Planner, Replica, Setting
+from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Planner, Replica, Setting
 from resilient.planners.published.dflop.planner import Dflop
 from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.published.entrain.planner import Entrain
@@ -29,10 +29,13 @@ def heavy(count: int, seed: int, sigma: float) -> SampleTable:
     return SampleTable(units={"vision": Lengths.of(vision), LLM: Lengths.of(text + vision // 2)})
 
 
-def spread(encoder: int, language: int, cp: int = 1) -> Configuration:
-    """Two replicas of so many stages, of so many devices that share sequences."""
+def spread(encoder: int, language: int, cp: int = 1, encoders: int = 2) -> Configuration:
+    """Two replicas of so many stages, of so many devices that share sequences, and encoders for both together."""
     stages = {"vision": (4 // encoder,) * encoder, LLM: (8 // language,) * language}
-    units = {name: Parallelism(dp=2, pp=len(each), cp=cp, stage_layers=each) for name, each in stages.items()}
+    copies = {"vision": encoders, LLM: 2}
+    units = {
+        name: Parallelism(dp=copies[name], pp=len(each), cp=cp, stage_layers=each) for name, each in stages.items()
+    }
     return Configuration(units=units, num_microbatches=8)
 
 
@@ -51,7 +54,13 @@ def used(
     return most
 
 
-SPREADS = st.builds(spread, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 1, 2, 4]))
+SPREADS = st.builds(
+    spread,
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 1, 2, 4]),
+    st.sampled_from([2, 2, 3, 4]),
+)
 
 
 @settings(max_examples=50, deadline=None)
@@ -93,6 +102,26 @@ def test_what_is_used_is_what_the_simulation_finds_and_fits_where_it_must(
     assert used(at, configuration, found, batch, replicas) <= 1
     if used(at, configuration, free, batch, replicas) <= 1:
         assert all((place.microbatch == free.units[name].microbatch).all() for name, place in found.units.items())
+
+
+def test_what_is_used_is_what_the_simulation_finds_of_any_samples_that_are_deferred() -> None:
+    """Of encoders with one lane for each replica of the language model, with two, and with one and two; however far
+    stages run ahead."""
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        configuration = spread(*(int(rng.choice(each)) for each in ([1, 2, 4], [1, 2, 4, 8], [1], [2, 3, 4])))
+        configuration = replace(configuration, lead=int(rng.integers(1, 4)))
+        frozen = [[], ["vision"], ["vision.0", "vision.1"], ["vision", "llm.0", "llm.1", "llm.2"]][rng.integers(4)]
+        at = replace(setting(), costs=COSTS.frozen(frozen), splits=bool(rng.integers(2)))
+        number, count = int(rng.integers(1, 12)), int(rng.integers(4, 40))
+        batch, replicas = heavy(count, seed, float(rng.choice([0.5, 1.5]))), [Replica(num_microbatches=number)] * 2
+        replica, late = rng.integers(0, 2, count), rng.integers(0, number, count)
+        early = np.maximum(late - (rng.random(count) < rng.choice([0.0, 0.3, 0.7])), 0)
+        places = {"vision": Place(replica=replica, microbatch=early), LLM: Place(replica=replica, microbatch=late)}
+        assignment = Assignment(units=places)
+        peak = evaluate(at, configuration, assignment, batch, replicas).peak_bytes
+        fits = replace(at, cluster=replace(at.cluster, memory_bytes=peak))
+        assert used(fits, configuration, assignment, batch, replicas) == pytest.approx(1.0, abs=1e-4), seed
 
 
 def test_even_microbatches_have_large_ones_apart() -> None:

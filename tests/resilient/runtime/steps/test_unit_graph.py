@@ -91,4 +91,25 @@ def test_borders_of_a_chain_are_those_of_its_neighbours() -> None:
 def test_frozen_stages_pass_on_what_something_trained_before_them_wants(frozen: tuple[int, ...], expected: str) -> None:
     trained = [layer not in frozen for layer in range(5)]
     kinds = {"N": Backward.NONE, "I": Backward.INPUTS, "A": Backward.ALL}
-    assert stage_backwards(TEMPLATE, trained, FEEDS) == tuple(kinds[each] for each in expected)
+    found = stage_backwards(TEMPLATE, trained, FEEDS)
+    assert tuple(each.kind for each in found) == tuple(kinds[each] for each in expected)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "changes", "expected"),
+    [
+        ((), {}, "-x--xx"),
+        ((0, 1), {}, "----xx"),
+        ((0, 1, 2), {}, "-----x"),
+        ((3,), {}, "-x---x"),
+        ((), {4: {"recomputed_layers": 1}, 0: {"recomputed_layers": 1}}, "-x---x"),
+        ((), {1: {"num_devices": 2, "shard": 2}}, "----xx"),
+    ],
+)
+def test_stages_are_run_in_halves_where_there_are_two(
+    frozen: tuple[int, ...], changes: dict[int, dict[str, int]], expected: str
+) -> None:
+    stages = tuple(replace(stage, **changes.get(number, {})) for number, stage in enumerate(TEMPLATE.stages))
+    trained = [layer not in frozen for layer in range(5)]
+    found = stage_backwards(replace(TEMPLATE, stages=stages), trained, FEEDS)
+    assert "".join("-x"[each.halved] for each in found) == expected

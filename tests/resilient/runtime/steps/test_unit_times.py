@@ -169,3 +169,11 @@ def test_assignment_is_read_back_of_its_numbers() -> None:
     for name in ("places", "tokens", "squares", "longest"):
         assert torch.equal(getattr(decoded, name), getattr(ASSIGNMENT, name)), name
     assert len(ASSIGNMENT.encoded()) == StepAssignment.encoded_size(2, 3)
+
+
+def test_halves_take_nothing_where_the_other_one_has_all() -> None:
+    first = planned(0, split=True)
+    assert (first.get("vision.0:0I0"), first["vision.0:0W0"]) == (None, 30 * 3), "nothing before it wants a gradient"
+    for recomputed, again_ms in ((1, 2 * 180), (2, 6 * 180)):
+        found = planned(1, split=True, recomputed=recomputed)
+        assert (found["llm.0:1I0"], found.get("llm.0:1W0")) == (6 * 50 * 6 + again_ms, None)
