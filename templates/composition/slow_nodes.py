@@ -71,6 +71,12 @@ def compose_with_slow(
     return several.best(most_ns) or (best[1] if best else None)
 
 
+def prepare_places(templates: TemplateSet, num_nodes: int) -> None:
+    """Do ahead of time what :func:`compose_with_slow` needs, whichever of up to so many nodes are slow, or gone."""
+    for number in range(1, searched(templates, num_nodes) + 1):
+        _arrangements(templates, number)
+
+
 def searched(templates: TemplateSet, num_slow: int) -> int:
     """Return how many slow nodes, the slowest ones, are decided on."""
     return min(num_slow, MOST_SLOW if len(templates.sizes) <= _MANY_SIZES else MOST_SLOW // 2)
@@ -97,17 +103,17 @@ def _groups(slow: Factors) -> list[Factors]:
 
 def _slow_lines(templates: TemplateSet, num_fast: int, slow: Factors, *, alone: bool = False) -> Iterator[SlowLines]:
     """Yield the lines of layouts with each choice of one or more of the slow nodes, where others fill them up."""
+    of_templates = templates.sizes if alone else templates.sizes_beside
     for group in _groups(slow):
         number = len(group)
-        of_templates = templates.sizes if alone else templates.sizes_beside
-        sizes = range(max(number, of_templates[0]), min(number + num_fast, of_templates[-1]) + 1)
+        sizes = range(max(number, of_templates.start), min(number + num_fast, of_templates.stop - 1) + 1)
         if sizes:
-            yield _arrangements(templates, sizes, number).lines(group, alone=alone)
+            yield _arrangements(templates, number).lines(group, sizes, alone=alone)
 
 
 @lru_cache(maxsize=32)
-def _arrangements(templates: TemplateSet, sizes: range, number: int) -> Arrangements:
-    return Arrangements(list(chain.from_iterable(templates.layouts)), sizes, number)
+def _arrangements(templates: TemplateSet, number: int) -> Arrangements:
+    return Arrangements(list(chain.from_iterable(templates.layouts)), number)
 
 
 class _Table:
@@ -243,12 +249,15 @@ class _Table:
     ) -> tuple[int, Factors, int] | None:
         """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
         reached = tables[self._tables[decided], row, column]
+        rows = self._rows_before(row)
         for group, rest in _with_first(decided):
-            for kind in reversed(self._of_group.get(group, range(0))):
-                before = column - self._others[kind]
-                for earlier in self._rows_before(row):
-                    if before >= 0 and tables[self._tables[rest], earlier, before] + by_kind[kind] == reached:
-                        return kind, rest, earlier
+            kinds = np.array(self._of_group.get(group, range(0))[::-1], dtype=np.int64)
+            kinds = kinds[self._others[kinds] <= column]
+            before = tables[self._tables[rest]][np.array(rows)[:, None], column - self._others[kinds]]
+            leads = np.argwhere(reached == (before + by_kind[kinds]).T)
+            if len(leads):
+                index, earlier = leads[0].tolist()
+                return int(kinds[index]), rest, rows[earlier]
         return None
 
     def _rows_before(self, row: int) -> list[int]:
@@ -262,16 +271,9 @@ class _Table:
         """Walk the table from the most nodes that get through as much to none."""
         most = fast[row, : nodes + 1].max()
         nodes = int(np.flatnonzero(fast[row, : nodes + 1] == most)[-1])
-        values, sizes = by_kind[: len(self._fast_sizes)], np.array(self._fast_sizes)
-        chosen: list[int] = []
-        while nodes:
-            fitting = np.flatnonzero((values > 0) & (sizes <= nodes))[::-1]
-            rows = np.array(self._rows_before(row))
-            leads = fast[rows, nodes - sizes[fitting, None]] + values[fitting, None] == fast[row, nodes]
-            index, before = np.argwhere(leads)[0].tolist()
-            chosen.append(int(sizes[fitting[index]]))
-            row, nodes = int(rows[before]), nodes - chosen[-1]
-        return tuple(sorted(chosen, reverse=True))
+        values = by_kind[: len(self._fast_sizes)]
+        chosen: Ints = compiled(_read_counted)(fast, values, self._smallest, not self._counts_all, row, nodes)
+        return tuple(sorted(chosen.tolist(), reverse=True))
 
 
 def _with_first(decided: Factors) -> Iterator[tuple[Factors, Factors]]:
@@ -298,6 +300,21 @@ def _fill_counted(best: Ints, values: Ints, smallest: int, saturates: bool) -> N
             for i in range(num_sizes):
                 if values[i] > 0:
                     grown[i] = max(grown[i], so_far + values[i])
+
+
+def _read_counted(best: Ints, values: Ints, smallest: int, saturates: bool, row: int, nodes: int) -> Ints:
+    """Return the sizes that make up a cell of :func:`_fill_counted`; of several choices the largest comes first."""
+    chosen, number = np.empty(nodes // smallest, dtype=np.int64), 0
+    while nodes:
+        index, earlier = min(len(values) - 1, nodes - smallest), row - 1
+        while values[index] <= 0 or best[earlier, nodes - smallest - index] + values[index] != best[row, nodes]:
+            if earlier < row and saturates and row + 1 == len(best):
+                earlier = row
+            else:
+                index, earlier = index - 1, row - 1
+        chosen[number], number = smallest + index, number + 1
+        row, nodes = earlier, nodes - smallest - index
+    return chosen[:number]
 
 
 def _fill_beside(tables: Ints, steps: Ints, values: Ints, others: Ints, saturates: bool) -> None:

@@ -24,7 +24,7 @@ from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import least_lines_of_sizes
 from resilient.templates.composition.compose import Compositions, compositions
-from resilient.templates.composition.slow_nodes import compose_with_slow
+from resilient.templates.composition.slow_nodes import compose_with_slow, prepare_places
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
@@ -59,8 +59,9 @@ def templates_for(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     """Do ahead of time what a :func:`replan` around ``num_nodes`` nodes would otherwise do during a recovery.
 
-    Computes templates and compositions for up to f (4 at least) nodes less and 4 more, and makes a plan the first time,
-    which loads and compiles what planning needs. The results are cached; calling it is optional and changes no plan.
+    Computes templates, compositions and where slow nodes may be, for up to f (4 at least) nodes less and 4 more, and
+    makes a plan the first time, which loads and compiles what planning needs. The results are cached; calling it is
+    optional and changes no plan.
 
     Raises:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
@@ -71,6 +72,7 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     fewer = max(problem.max_failures, _PREPARED_CHANGE)
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
         _composed(problem, live)
+        prepare_places(templates_for(problem, live), live)
     _load(problem, least)
 
 
