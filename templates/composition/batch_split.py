@@ -208,6 +208,13 @@ def split_rows(table: LineTable, rows: Ints, num_microbatches: int) -> Ints:
     return split(*table, rows, num_microbatches)
 
 
+def latest_ns(table: LineTable, rows: Ints, num_microbatches: int) -> int:
+    """Return when the last pipeline is done under :func:`split_rows`, with its arguments, which must be right."""
+    from resilient.templates.composition.split_time import latest_ns as latest
+
+    return latest(*table, rows, num_microbatches)
+
+
 @lru_cache(maxsize=16)
 def lines_of_sizes(templates: TemplateSet) -> LineTable:
     """Return the lines of pipelines of each size, where there are several pipelines. [sizes, most lines]"""
