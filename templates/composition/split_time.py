@@ -23,7 +23,7 @@ def split(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatc
         num_microbatches: Of all of them together, one each at least.
     """
     num_each = _num_each(rows, len(fill))
-    kinds = np.flatnonzero(num_each)
+    kinds: Ints = np.flatnonzero(num_each)
     step_ns = _least_ns(fill, slowest, round_size, kinds, num_each, num_microbatches)
     least, more, without = np.zeros((3, len(fill)), dtype=np.int64)
     left_over = num_microbatches
@@ -58,7 +58,7 @@ def split(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatc
 def latest_ns(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatches: int) -> int:
     """Return when the last pipeline is done under :func:`split`, with its arguments."""
     num_each = _num_each(rows, len(fill))
-    kinds = np.flatnonzero(num_each)
+    kinds: Ints = np.flatnonzero(num_each)
     latest = _least_ns(fill, slowest, round_size, kinds, num_each, num_microbatches)
     for kind in kinds:
         latest = max(latest, (fill[kind] + slowest[kind]).min())

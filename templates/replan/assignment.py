@@ -8,7 +8,8 @@ in their groups (pipelines) takes one more for each pair of kinds in a group.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -66,24 +67,14 @@ class AmountBounds:
 
     def asked(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
         """Return what places ask for by themselves."""
-        each = amounts[:, num_nodes > 0].min(axis=1)
-        return int(each.max()), int(each @ num_places)
+        return _known(amounts, num_places, num_nodes, [], [])
 
     def learnt(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
         """Return what is known from others; of the first one, which others learn from, what is least."""
         return (self._known if self._prices else self.least)(amounts, num_places, num_nodes)
 
     def _known(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
-        largest, total = self.asked(amounts, num_places, num_nodes)
-        there = num_nodes > 0
-        for prices in self._prices[-_MOST_LEARNT:]:
-            each = (amounts + prices)[:, there].min(axis=1)
-            total = max(total, int(each @ num_places - prices @ num_nodes))
-        for limit, kinds in self._too_few[-_MOST_LEARNT:]:
-            others = ((amounts <= limit) & there & ~kinds).any(axis=1)
-            if limit >= largest and num_places[~others].sum() > num_nodes[kinds].sum():
-                largest = int(amounts[amounts > limit].min())
-        return largest, total
+        return _known(amounts, num_places, num_nodes, self._prices[-_MOST_LEARNT:], self._too_few[-_MOST_LEARNT:])
 
     def least(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
         """Return the least that there is."""
@@ -114,6 +105,18 @@ class AmountBounds:
         if most < amounts.max() and not is_possible(most):
             return None
         return limits[bisect_left(limits, 1, 1, len(limits) - 1, key=is_possible)]
+
+
+def _known(
+    amounts: Ints, num_places: Ints, num_nodes: Ints, prices: Sequence[Ints], too_few: Sequence[tuple[int, Flags]]
+) -> tuple[int, int]:
+    from resilient.templates.replan.assignment_loops import known_amounts
+
+    no_kinds = np.empty((0, len(num_nodes)), dtype=np.int64)
+    limits = np.array([limit for limit, _ in too_few], dtype=np.int64)
+    kinds = np.array([kinds for _, kinds in too_few], dtype=np.bool_) if too_few else no_kinds.astype(np.bool_)
+    learnt = np.array(prices) if prices else no_kinds
+    return known_amounts(np.ascontiguousarray(amounts), num_places, num_nodes, learnt, limits, kinds)
 
 
 def _cheapest(

@@ -1,4 +1,4 @@
-"""The loops of :func:`.assignment.assign`. Import it where it is needed: it loads numba.
+"""The loops of :mod:`.assignment`. Import it where it is needed: it loads numba.
 
 The flow goes from types of nodes to kinds of nodes to kinds of places to types of places; of one type are those that
 are equal in kind and group. Within a group there is a way from type to type beside it. What is left over goes from
@@ -17,6 +17,8 @@ from resilient.templates.replan.assignment import FORBIDDEN
 from resilient.templates.replan.network_simplex import flow_from
 
 NO_GROUP = _NONE = -1
+_MORE = 1 << 62
+"""Than any amount."""
 
 
 class _Types(NamedTuple):
@@ -99,6 +101,62 @@ def cheapest(prices: Ints, place_kinds: Ints, node_kinds: Ints, place_groups: In
             next_node[node] += 1
             next_place[place] += 1
     return chosen
+
+
+@compiled
+def known_amounts(
+    amounts: Ints, num_places: Ints, num_nodes: Ints, prices: Ints, limits: Ints, too_few: Flags
+) -> tuple[int, int]:
+    """Return what the node with the largest amount receives at least, and what all do (:class:`.AmountBounds`).
+
+    Args:
+        amounts: As there.
+        num_places: Likewise.
+        num_nodes: Likewise.
+        prices: What nodes of each kind are worth in other assignments. [assignments, kinds of nodes]
+        limits: Amounts of which in other assignments some node received more. [assignments]
+        too_few: The kinds of nodes that were too few there. [assignments, kinds of nodes]
+    """
+    largest, total = np.int64(0), np.int64(0)
+    for place in range(len(amounts)):
+        least = _least_amount(amounts[place], num_nodes)
+        largest, total = max(largest, least), total + least * num_places[place]
+    for number in range(len(prices)):
+        all_of_them = np.int64(0)
+        for place in range(len(amounts)):
+            all_of_them += _least_amount(amounts[place] + prices[number], num_nodes) * num_places[place]
+        for kind in range(len(num_nodes)):
+            all_of_them -= prices[number, kind] * num_nodes[kind]
+        total = max(total, all_of_them)
+    for number in range(len(limits)):
+        limit, lacking, following = limits[number], np.int64(0), _MORE
+        if limit < largest:
+            continue
+        for kind in range(len(num_nodes)):
+            if too_few[number, kind]:
+                lacking -= num_nodes[kind]
+        for place in range(len(amounts)):
+            has_others = False
+            for kind in range(len(num_nodes)):
+                if amounts[place, kind] > limit:
+                    following = min(following, amounts[place, kind])
+                elif num_nodes[kind] > 0 and not too_few[number, kind]:
+                    has_others = True
+            if not has_others:
+                lacking += num_places[place]
+        if lacking > 0:
+            largest = following
+    return int(largest), int(total)
+
+
+@compiled
+def _least_amount(amounts: Ints, num_nodes: Ints) -> int:
+    """Return the least of the kinds of nodes that there are."""
+    least = _MORE
+    for kind in range(len(num_nodes)):
+        if num_nodes[kind] > 0:
+            least = min(least, amounts[kind])
+    return least
 
 
 @compiled

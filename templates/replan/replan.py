@@ -27,7 +27,7 @@ from resilient.templates.composition.compose import Compositions, compositions
 from resilient.templates.composition.slow_nodes import compose_with_slow, prepare_places
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.assignment import assign
+from resilient.templates.replan.assignment import AmountBounds, assign
 from resilient.templates.replan.replan_candidate import Situation
 from resilient.templates.replan.transfer import transfers_between
 from resilient.templates.replan.way import ReplanCandidate, Way, fastest_ms
@@ -81,8 +81,9 @@ def _load(problem: PlanningProblem, num_nodes: int) -> None:
     """Make a plan and another one after it, only once: the event loop may be telling a thousand nodes of theirs."""
     plan = first_plan(problem, range(num_nodes))
     replan(problem, plan, range(1, num_nodes + 1))
-    nothing = np.zeros(1, dtype=np.int64)
-    assign(nothing[None], nothing, nothing)
+    first, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    assign(one[None], first, first)
+    AmountBounds().least(one[None], one, one)
 
 
 def warm_up() -> None:
@@ -95,6 +96,7 @@ def warm_up() -> None:
     plan = first_plan(problem, range(4))
     zones = {node: str(place) for pipeline in plan.pipelines for place, node in enumerate(pipeline.nodes)}
     replan(problem, plan, range(4), domains=zones)
+    replan(problem, plan, range(4), slowdowns={0: 2.0})
     compose_with_slow(templates_for(problem, 4), 3, [2.0], problem.num_microbatches, 2, nanoseconds(1e6))
     first = layers[0]
     transfers_between({first.name: {0: first.whole}}, {first.name: {1: first.whole}})

@@ -45,7 +45,17 @@ def test_first_change_with_slow_nodes_and_domains_loads_nothing_after_warm_up() 
 
     added, loaded = done.stdout.splitlines()
     assert added == ""
-    planning = {"best_sizes", "split", "_solve", "to_spread", "to_save", "_chain_times", "_fastest", "_fill_counted"}
+    planning = {
+        "best_sizes",
+        "split",
+        "cheapest",
+        "flow_from",
+        "to_spread",
+        "to_save",
+        "_chain_times",
+        "_fastest",
+        "_fill_counted",
+    }
     assert planning | {"choose_senders"} <= {*loaded.split()}
 
 
