@@ -249,15 +249,15 @@ class _Table:
     ) -> tuple[int, Factors, int] | None:
         """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
         reached = tables[self._tables[decided], row, column]
-        rows = self._rows_before(row)
+        rows = np.array(self._rows_before(row), dtype=np.int64)
         for group, rest in _with_first(decided):
             kinds = np.array(self._of_group.get(group, range(0))[::-1], dtype=np.int64)
             kinds = kinds[self._others[kinds] <= column]
-            before = tables[self._tables[rest]][np.array(rows)[:, None], column - self._others[kinds]]
+            before = tables[self._tables[rest]][rows[:, None], column - self._others[kinds]]
             leads = np.argwhere(reached == (before + by_kind[kinds]).T)
             if len(leads):
                 index, earlier = leads[0].tolist()
-                return int(kinds[index]), rest, rows[earlier]
+                return int(kinds[index]), rest, int(rows[earlier])
         return None
 
     def _rows_before(self, row: int) -> list[int]:
