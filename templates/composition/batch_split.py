@@ -14,7 +14,7 @@ have several microbatches, the latest finish is as early as can be, and as few p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -77,24 +77,6 @@ class LineTable(NamedTuple):
     def latest_ns(self, counts: Ints) -> int:
         """Return the time of a step in which each pipeline has its own number of microbatches. [pipelines]"""
         return int((self.fill + -(-counts[:, None] // self.round_size) * self.slowest).min(axis=1).max())
-
-    def least_time(self, is_enough: Callable[[int], bool], high: int) -> int:
-        """Return the least time in which pipelines get through enough.
-
-        Args:
-            is_enough: Whether they do in a time, whatever is enough; they do in any that is longer, too. It depends on
-                the capacities alone, which change only when a layout is done with one round more.
-            high: A time that is enough.
-        """
-        low = 0
-        while low < high:
-            middle = (low + high) // 2
-            done = (middle - self.fill) // self.slowest
-            if is_enough(middle):
-                high = max(low, int((self.fill + done * self.slowest).max()))
-            else:
-                low = int((self.fill + (done + 1) * self.slowest).min())
-        return low
 
 
 def lines(layouts: Iterable[PipelineTemplate], *, alone: bool = False) -> Lines:

@@ -31,6 +31,7 @@ MOST_SLOW = 4
 _MANY_SIZES = 40
 _MOST_CELLS = 2_000_000
 _IMPOSSIBLE = -(2**61)
+_NEVER = 2**62
 
 
 class MixedComposition(NamedTuple):
@@ -155,19 +156,27 @@ class _Table:
 
     def best(self, most_ns: int) -> MixedComposition | None:
         """Return the composition with the shortest step, up to ``most_ns``."""
-        if self._last_row < self._min_pipelines or not self._is_enough(most_ns):
+        if self._last_row < self._min_pipelines or not self._is_enough(self._done(most_ns)[0]):
             return None
-        found = self._read_back(self._lines.least_time(self._is_enough, most_ns))
+        low, high = 0, most_ns
+        while low < high:
+            middle = (low + high) // 2
+            by_kind, before, after = self._done(middle)
+            if self._is_enough(by_kind):
+                high = max(low, before)
+            else:
+                low = after
+        found = self._read_back(low)
         return found if len(found.slow) + len(found.fast) <= self._num_microbatches else None
 
-    def _is_enough(self, tau_ns: int) -> bool:
-        last = self._filled(self._by_kind(tau_ns))[-1]
+    def _is_enough(self, by_kind: Ints) -> bool:
+        last = self._filled(by_kind)[-1]
         return bool(last[self._min_pipelines :, -1].max() >= self._num_microbatches)
 
-    def _by_kind(self, tau_ns: int) -> Ints:
-        """Return what pipelines of each kind get through."""
-        capacity = np.maximum.reduceat(self._lines.capacities(tau_ns), self._firsts[:-1])
-        return np.where(capacity > 0, np.minimum(capacity, self._num_microbatches), _IMPOSSIBLE)
+    def _done(self, tau_ns: int) -> tuple[Ints, int, int]:
+        """Return what pipelines of each kind get through, and from when until when they get through no more."""
+        fill, slowest, round_size = (column[:, 0] for column in self._lines)
+        return compiled(_get_through)(fill, slowest, round_size, self._firsts, tau_ns, self._num_microbatches)
 
     @cached_property
     def _of_group(self) -> dict[Factors, range]:
@@ -217,7 +226,7 @@ class _Table:
         return tables
 
     def _read_back(self, tau_ns: int) -> MixedComposition:
-        by_kind = self._by_kind(tau_ns)
+        by_kind, _, _ = self._done(tau_ns)
         tables, fast = self._filled(by_kind), self._fast(by_kind)
         decided, column = self._slow, self._width - 1
         row = self._min_pipelines + int(tables[-1, self._min_pipelines :, -1].argmax())
@@ -285,6 +294,31 @@ def _with_first(decided: Factors) -> Iterator[tuple[Factors, Factors]]:
             if group not in seen:
                 seen.add(group)
                 yield group, tuple(factor for index, factor in enumerate(decided) if index and index not in others)
+
+
+def _get_through(
+    fill: Ints, slowest: Ints, round_size: Ints, firsts: Ints, tau_ns: int, num_microbatches: int
+) -> tuple[Ints, int, int]:
+    """Return what pipelines of each kind get through by a time, when the last round until then ends, and the next one.
+
+    Args:
+        fill: Of the lines, kind by kind.
+        slowest: Likewise.
+        round_size: Likewise.
+        firsts: Where those of each kind begin, and the last ones end.
+        tau_ns: The time.
+        num_microbatches: The most that one pipeline can get.
+    """
+    by_kind = np.full(len(firsts) - 1, _IMPOSSIBLE)
+    before, after = -_NEVER, _NEVER
+    for kind in range(len(by_kind)):
+        for line in range(firsts[kind], firsts[kind + 1]):
+            rounds = (tau_ns - fill[line]) // slowest[line]
+            ends = fill[line] + rounds * slowest[line]
+            before, after = max(before, ends), min(after, ends + slowest[line])
+            if rounds > 0:
+                by_kind[kind] = max(by_kind[kind], min(rounds * round_size[line], num_microbatches))
+    return by_kind, before, after
 
 
 def _fill_counted(best: Ints, values: Ints, smallest: int, saturates: bool) -> None:
