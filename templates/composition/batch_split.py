@@ -14,7 +14,7 @@ have several microbatches, the latest finish is as early as can be, and as few p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -77,24 +77,6 @@ class LineTable(NamedTuple):
     def latest_ns(self, counts: Ints) -> int:
         """Return the time of a step in which each pipeline has its own number of microbatches. [pipelines]"""
         return int((self.fill + -(-counts[:, None] // self.round_size) * self.slowest).min(axis=1).max())
-
-    def least_time(self, is_enough: Callable[[int], bool], high: int) -> int:
-        """Return the least time in which pipelines get through enough.
-
-        Args:
-            is_enough: Whether they do in a time, whatever is enough; they do in any that is longer, too. It depends on
-                the capacities alone, which change only when a layout is done with one round more.
-            high: A time that is enough.
-        """
-        low = 0
-        while low < high:
-            middle = (low + high) // 2
-            done = (middle - self.fill) // self.slowest
-            if is_enough(middle):
-                high = max(low, int((self.fill + done * self.slowest).max()))
-            else:
-                low = int((self.fill + (done + 1) * self.slowest).min())
-        return low
 
 
 def lines(layouts: Iterable[PipelineTemplate], *, alone: bool = False) -> Lines:
@@ -206,6 +188,13 @@ def split_rows(table: LineTable, rows: Ints, num_microbatches: int) -> Ints:
     from resilient.templates.composition.split_time import split
 
     return split(*table, rows, num_microbatches)
+
+
+def latest_ns(table: LineTable, rows: Ints, num_microbatches: int) -> int:
+    """Return when the last pipeline is done under :func:`split_rows`, with its arguments, which must be right."""
+    from resilient.templates.composition.split_time import latest_ns as latest
+
+    return latest(*table, rows, num_microbatches)
 
 
 @lru_cache(maxsize=16)

@@ -223,5 +223,5 @@ class _Knapsack:
         """Return the best composition, descending."""
         from resilient.templates.composition.knapsack import best_sizes
 
-        bounds = self._most_pipelines, self._min_pipelines, self._num_nodes
+        bounds = self._most_pipelines, self._min_pipelines, self._num_nodes, self._num_microbatches
         return tuple(best_sizes(self._capacity(tau_ns), self._smallest, *bounds).tolist())

@@ -116,11 +116,28 @@ def _get_done(asked: Composed, num_lines: Ints, tau_ns: int) -> bool:
             alike = alike + larger * each[size + 1] if min(alike, each[size + 1]) > 0 else IMPOSSIBLE
         if alike >= num_microbatches:
             return True
+    each = _small_enough(each, num_nodes, num_microbatches)
     return most_worth(each, most, least, num_nodes, num_nodes)[0] >= num_microbatches
 
 
 @compiled
-def best_sizes(each: Ints, smallest: int, most: int, least: int, num_nodes: int) -> Ints:
+def _small_enough(each: Ints, num_nodes: int, worth: int) -> Ints:
+    """Return what sizes are worth, without the largest: those beside which no others make up for what is missing."""
+    best = 0
+    for size in range(1, len(each)):
+        if each[size] > 0 and (best == 0 or each[size] * best > each[best] * size):
+            best = size
+    end = len(each)
+    while end > best + 1:
+        lacking = worth * best - (num_nodes - end + 1) * each[best]
+        if each[end - 1] > 0 and each[end - 1] * best >= lacking:
+            break
+        end -= 1
+    return each[:end]
+
+
+@compiled
+def best_sizes(each: Ints, smallest: int, most: int, least: int, num_nodes: int, worth: int) -> Ints:
     """Return the sizes, descending, of pipelines that are worth most; the largest ones, where that leaves the choice.
 
     Args:
@@ -129,9 +146,11 @@ def best_sizes(each: Ints, smallest: int, most: int, least: int, num_nodes: int)
         most: The most pipelines.
         least: The fewest.
         num_nodes: Of all of them together.
+        worth: What they are worth at least, known before.
     """
+    each = _small_enough(each, num_nodes, worth)
     left, nodes, number = most, num_nodes, 0
-    chosen, worth = np.empty(most, dtype=np.int64), IMPOSSIBLE
+    chosen = np.empty(most, dtype=np.int64)
     while nodes:
         # The largest size with which all others can be worth as much as is missing then.
         size = largest = min(len(each) - 1, nodes)

@@ -75,13 +75,12 @@ class Arrangements:
 
     Args:
         layouts: All of a set, size by size; of a size those with equal rounds stand together.
-        sizes: How many nodes layouts have that are looked at, one at least.
-        number: How many nodes of each are slow, at most all.
+        number: How many nodes of each are slow; there are none of layouts with fewer nodes.
     """
 
-    def __init__(self, layouts: Sequence[PipelineTemplate], sizes: range, number: int) -> None:
+    def __init__(self, layouts: Sequence[PipelineTemplate], number: int) -> None:
         nowhere = np.empty((0, number), dtype=np.int64)
-        places = [_places(layout, number) if layout.num_nodes in sizes else nowhere for layout in layouts]
+        places = [_places(layout, number) if layout.num_nodes >= number else nowhere for layout in layouts]
         self._layouts = layouts
         self._layout = np.repeat(np.arange(len(layouts)), [len(each) for each in places])
         self._places = np.concatenate(places)
@@ -94,30 +93,32 @@ class Arrangements:
         self._num_chunks = np.array([layout.num_chunks for layout in layouts])[self._layout]
         self._sync_ms = np.array([(layout.sync_ms, layout.lone_sync_ms) for layout in layouts])[self._layout].T
 
-    def lines(self, group: Factors, *, alone: bool) -> SlowLines:
-        """Return the lines with slow nodes of these factors.
+    def lines(self, group: Factors, sizes: range, *, alone: bool) -> SlowLines:
+        """Return the lines of layouts of some numbers of nodes, with slow nodes of these factors.
 
         Those that another one of their size is as fast as, whatever the number of microbatches, are left out.
         """
-        fill, slowest = np.rint(self._times_ms(group, alone=alone) * 1e6).astype(np.int64).T
+        first, end = np.searchsorted(self._sizes[self._layout], (sizes.start, sizes.stop)).tolist()
+        looked_at = slice(first, end)
+        fill, slowest = np.rint(self._times_ms(group, looked_at, alone=alone) * 1e6).astype(np.int64).T
         slowest = np.maximum(slowest, 1)
-        kept: Ints = compiled(_fastest)(fill, slowest, self._kind)
-        layout = self._layout[kept]
+        kept: Ints = compiled(_fastest)(fill, slowest, self._kind[looked_at])
+        layout = self._layout[looked_at][kept]
         columns = fill[kept], slowest[kept], self._round_sizes[layout]
         return SlowLines(
-            _Pipelines(self._layouts, group, layout, self._places[kept]),
+            _Pipelines(self._layouts, group, layout, self._places[looked_at][kept]),
             LineTable(*(np.ascontiguousarray(column[:, None]) for column in columns)),
             self._sizes[layout],
         )
 
-    def _times_ms(self, group: Factors, *, alone: bool) -> Floats:
-        """Return :meth:`PipelineTemplate.line_ms` of each arrangement; chains all at once. [arrangements, 2]"""
+    def _times_ms(self, group: Factors, looked_at: slice, *, alone: bool) -> Floats:
+        """Return :meth:`PipelineTemplate.line_ms` of some arrangements; chains all at once. [arrangements, 2]"""
+        layout, places = self._layout[looked_at], self._places[looked_at]
         if not self._are_chains:
-            pipelines = _Pipelines(self._layouts, group, self._layout, self._places)
-            every = map(pipelines.pipeline, range(len(self._layout)))
+            every = map(_Pipelines(self._layouts, group, layout, places).pipeline, range(len(layout)))
             return np.array([self._layouts[layout].line_ms(factors, alone=alone) for layout, factors in every])
-        times: Floats = compiled(_chain_times)(self._layout, self._places, np.array(group), *self._nodes)
-        times[:, 0] = times[:, 0] / self._num_chunks + self._sync_ms[int(alone)]
+        times: Floats = compiled(_chain_times)(layout, places, np.array(group), *self._nodes)
+        times[:, 0] = times[:, 0] / self._num_chunks[looked_at] + self._sync_ms[int(alone), looked_at]
         return times
 
 

@@ -31,6 +31,7 @@ MOST_SLOW = 4
 _MANY_SIZES = 40
 _MOST_CELLS = 2_000_000
 _IMPOSSIBLE = -(2**61)
+_NEVER = 2**62
 
 
 class MixedComposition(NamedTuple):
@@ -71,6 +72,12 @@ def compose_with_slow(
     return several.best(most_ns) or (best[1] if best else None)
 
 
+def prepare_places(templates: TemplateSet, num_nodes: int) -> None:
+    """Do ahead of time what :func:`compose_with_slow` needs, whichever of up to so many nodes are slow, or gone."""
+    for number in range(1, searched(templates, num_nodes) + 1):
+        _arrangements(templates, number)
+
+
 def searched(templates: TemplateSet, num_slow: int) -> int:
     """Return how many slow nodes, the slowest ones, are decided on."""
     return min(num_slow, MOST_SLOW if len(templates.sizes) <= _MANY_SIZES else MOST_SLOW // 2)
@@ -97,17 +104,17 @@ def _groups(slow: Factors) -> list[Factors]:
 
 def _slow_lines(templates: TemplateSet, num_fast: int, slow: Factors, *, alone: bool = False) -> Iterator[SlowLines]:
     """Yield the lines of layouts with each choice of one or more of the slow nodes, where others fill them up."""
+    of_templates = templates.sizes if alone else templates.sizes_beside
     for group in _groups(slow):
         number = len(group)
-        of_templates = templates.sizes if alone else templates.sizes_beside
-        sizes = range(max(number, of_templates[0]), min(number + num_fast, of_templates[-1]) + 1)
+        sizes = range(max(number, of_templates.start), min(number + num_fast, of_templates.stop - 1) + 1)
         if sizes:
-            yield _arrangements(templates, sizes, number).lines(group, alone=alone)
+            yield _arrangements(templates, number).lines(group, sizes, alone=alone)
 
 
 @lru_cache(maxsize=32)
-def _arrangements(templates: TemplateSet, sizes: range, number: int) -> Arrangements:
-    return Arrangements(list(chain.from_iterable(templates.layouts)), sizes, number)
+def _arrangements(templates: TemplateSet, number: int) -> Arrangements:
+    return Arrangements(list(chain.from_iterable(templates.layouts)), number)
 
 
 class _Table:
@@ -149,19 +156,27 @@ class _Table:
 
     def best(self, most_ns: int) -> MixedComposition | None:
         """Return the composition with the shortest step, up to ``most_ns``."""
-        if self._last_row < self._min_pipelines or not self._is_enough(most_ns):
+        if self._last_row < self._min_pipelines or not self._is_enough(self._done(most_ns)[0]):
             return None
-        found = self._read_back(self._lines.least_time(self._is_enough, most_ns))
+        low, high = 0, most_ns
+        while low < high:
+            middle = (low + high) // 2
+            by_kind, before, after = self._done(middle)
+            if self._is_enough(by_kind):
+                high = max(low, before)
+            else:
+                low = after
+        found = self._read_back(low)
         return found if len(found.slow) + len(found.fast) <= self._num_microbatches else None
 
-    def _is_enough(self, tau_ns: int) -> bool:
-        last = self._filled(self._by_kind(tau_ns))[-1]
+    def _is_enough(self, by_kind: Ints) -> bool:
+        last = self._filled(by_kind)[-1]
         return bool(last[self._min_pipelines :, -1].max() >= self._num_microbatches)
 
-    def _by_kind(self, tau_ns: int) -> Ints:
-        """Return what pipelines of each kind get through."""
-        capacity = np.maximum.reduceat(self._lines.capacities(tau_ns), self._firsts[:-1])
-        return np.where(capacity > 0, np.minimum(capacity, self._num_microbatches), _IMPOSSIBLE)
+    def _done(self, tau_ns: int) -> tuple[Ints, int, int]:
+        """Return what pipelines of each kind get through, and from when until when they get through no more."""
+        fill, slowest, round_size = (column[:, 0] for column in self._lines)
+        return compiled(_get_through)(fill, slowest, round_size, self._firsts, tau_ns, self._num_microbatches)
 
     @cached_property
     def _of_group(self) -> dict[Factors, range]:
@@ -211,7 +226,7 @@ class _Table:
         return tables
 
     def _read_back(self, tau_ns: int) -> MixedComposition:
-        by_kind = self._by_kind(tau_ns)
+        by_kind, _, _ = self._done(tau_ns)
         tables, fast = self._filled(by_kind), self._fast(by_kind)
         decided, column = self._slow, self._width - 1
         row = self._min_pipelines + int(tables[-1, self._min_pipelines :, -1].argmax())
@@ -243,12 +258,15 @@ class _Table:
     ) -> tuple[int, Factors, int] | None:
         """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
         reached = tables[self._tables[decided], row, column]
+        rows = np.array(self._rows_before(row), dtype=np.int64)
         for group, rest in _with_first(decided):
-            for kind in reversed(self._of_group.get(group, range(0))):
-                before = column - self._others[kind]
-                for earlier in self._rows_before(row):
-                    if before >= 0 and tables[self._tables[rest], earlier, before] + by_kind[kind] == reached:
-                        return kind, rest, earlier
+            kinds = np.array(self._of_group.get(group, range(0))[::-1], dtype=np.int64)
+            kinds = kinds[self._others[kinds] <= column]
+            before = tables[self._tables[rest]][rows[:, None], column - self._others[kinds]]
+            leads = np.argwhere(reached == (before + by_kind[kinds]).T)
+            if len(leads):
+                index, earlier = leads[0].tolist()
+                return int(kinds[index]), rest, int(rows[earlier])
         return None
 
     def _rows_before(self, row: int) -> list[int]:
@@ -262,16 +280,9 @@ class _Table:
         """Walk the table from the most nodes that get through as much to none."""
         most = fast[row, : nodes + 1].max()
         nodes = int(np.flatnonzero(fast[row, : nodes + 1] == most)[-1])
-        values, sizes = by_kind[: len(self._fast_sizes)], np.array(self._fast_sizes)
-        chosen: list[int] = []
-        while nodes:
-            fitting = np.flatnonzero((values > 0) & (sizes <= nodes))[::-1]
-            rows = np.array(self._rows_before(row))
-            leads = fast[rows, nodes - sizes[fitting, None]] + values[fitting, None] == fast[row, nodes]
-            index, before = np.argwhere(leads)[0].tolist()
-            chosen.append(int(sizes[fitting[index]]))
-            row, nodes = int(rows[before]), nodes - chosen[-1]
-        return tuple(sorted(chosen, reverse=True))
+        values = by_kind[: len(self._fast_sizes)]
+        chosen: Ints = compiled(_read_counted)(fast, values, self._smallest, not self._counts_all, row, nodes)
+        return tuple(sorted(chosen.tolist(), reverse=True))
 
 
 def _with_first(decided: Factors) -> Iterator[tuple[Factors, Factors]]:
@@ -283,6 +294,31 @@ def _with_first(decided: Factors) -> Iterator[tuple[Factors, Factors]]:
             if group not in seen:
                 seen.add(group)
                 yield group, tuple(factor for index, factor in enumerate(decided) if index and index not in others)
+
+
+def _get_through(
+    fill: Ints, slowest: Ints, round_size: Ints, firsts: Ints, tau_ns: int, num_microbatches: int
+) -> tuple[Ints, int, int]:
+    """Return what pipelines of each kind get through by a time, when the last round until then ends, and the next one.
+
+    Args:
+        fill: Of the lines, kind by kind.
+        slowest: Likewise.
+        round_size: Likewise.
+        firsts: Where those of each kind begin, and the last ones end.
+        tau_ns: The time.
+        num_microbatches: The most that one pipeline can get.
+    """
+    by_kind = np.full(len(firsts) - 1, _IMPOSSIBLE)
+    before, after = -_NEVER, _NEVER
+    for kind in range(len(by_kind)):
+        for line in range(firsts[kind], firsts[kind + 1]):
+            rounds = (tau_ns - fill[line]) // slowest[line]
+            ends = fill[line] + rounds * slowest[line]
+            before, after = max(before, ends), min(after, ends + slowest[line])
+            if rounds > 0:
+                by_kind[kind] = max(by_kind[kind], min(rounds * round_size[line], num_microbatches))
+    return by_kind, before, after
 
 
 def _fill_counted(best: Ints, values: Ints, smallest: int, saturates: bool) -> None:
@@ -298,6 +334,21 @@ def _fill_counted(best: Ints, values: Ints, smallest: int, saturates: bool) -> N
             for i in range(num_sizes):
                 if values[i] > 0:
                     grown[i] = max(grown[i], so_far + values[i])
+
+
+def _read_counted(best: Ints, values: Ints, smallest: int, saturates: bool, row: int, nodes: int) -> Ints:
+    """Return the sizes that make up a cell of :func:`_fill_counted`; of several choices the largest comes first."""
+    chosen, number = np.empty(nodes // smallest, dtype=np.int64), 0
+    while nodes:
+        index, earlier = min(len(values) - 1, nodes - smallest), row - 1
+        while values[index] <= 0 or best[earlier, nodes - smallest - index] + values[index] != best[row, nodes]:
+            if earlier < row and saturates and row + 1 == len(best):
+                earlier = row
+            else:
+                index, earlier = index - 1, row - 1
+        chosen[number], number = smallest + index, number + 1
+        row, nodes = earlier, nodes - smallest - index
+    return chosen[:number]
 
 
 def _fill_beside(tables: Ints, steps: Ints, values: Ints, others: Ints, saturates: bool) -> None:

@@ -22,11 +22,8 @@ def split(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatc
         rows: The row of each pipeline, one or more.
         num_microbatches: Of all of them together, one each at least.
     """
-    # Pipelines with the same lines get through the same number, so only one of them is looked at.
-    num_each = np.zeros(len(fill), dtype=np.int64)
-    for row in rows:
-        num_each[row] += 1
-    kinds = np.flatnonzero(num_each)
+    num_each = _num_each(rows, len(fill))
+    kinds: Ints = np.flatnonzero(num_each)
     step_ns = _least_ns(fill, slowest, round_size, kinds, num_each, num_microbatches)
     least, more, without = np.zeros((3, len(fill)), dtype=np.int64)
     left_over = num_microbatches
@@ -55,6 +52,26 @@ def split(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatc
             if more[kind] == of and without[kind] == at:
                 more[kind] = 0
     return counts
+
+
+@compiled
+def latest_ns(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatches: int) -> int:
+    """Return when the last pipeline is done under :func:`split`, with its arguments."""
+    num_each = _num_each(rows, len(fill))
+    kinds: Ints = np.flatnonzero(num_each)
+    latest = _least_ns(fill, slowest, round_size, kinds, num_each, num_microbatches)
+    for kind in kinds:
+        latest = max(latest, (fill[kind] + slowest[kind]).min())
+    return latest
+
+
+@compiled
+def _num_each(rows: Ints, num_rows: int) -> Ints:
+    """Return how many pipelines have each row: they get through the same, so only one of them is looked at."""
+    num_each = np.zeros(num_rows, dtype=np.int64)
+    for row in rows:
+        num_each[row] += 1
+    return num_each
 
 
 @compiled

@@ -8,19 +8,18 @@ in their groups (pipelines) takes one more for each pair of kinds in a group.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from resilient.templates.common.arrays import Flags, Ints, ranges
+from resilient.templates.common.arrays import Flags, Ints
 
 if TYPE_CHECKING:  # it loads numba, and most processes that import the planner never assign
     from resilient.templates.replan.network_simplex import NetworkFlow
 
 FORBIDDEN = -1
 """The price of a pair that must not be."""
-
-_NO_GROUP = _NONE = -1
 
 _MOST_LEARNT = 4
 """So many of the last bounds that were learnt are looked at."""
@@ -41,28 +40,13 @@ def assign(
         place_groups: The group of each place, negative where it is in none; none at all by default. [places]
         node_groups: Likewise. [nodes]
     """
+    # Imported late: it loads numba, and most processes that import the planner never assign.
+    from resilient.templates.replan.assignment_loops import NO_GROUP, cheapest
+
     if place_groups is None or node_groups is None:
-        place_groups, node_groups = (np.full(len(kinds), _NO_GROUP) for kinds in (place_kinds, node_kinds))
-    else:
-        common = np.intersect1d(place_groups, node_groups)
-        place_groups, node_groups = (
-            np.where(np.isin(groups, common), groups, _NO_GROUP) for groups in (place_groups, node_groups)
-        )
-    places = _Types.of(place_kinds, place_groups, len(prices))
-    nodes = _Types.of(node_kinds, node_groups, prices.shape[1])
-    found = _flows(prices, places, nodes)
-    if found is None:
-        return None
-    chosen = np.empty(len(place_kinds), dtype=np.int64)
-    # Those that stay: the first ones of their type go to the first places of the types that they flow to.
-    own_nodes, own_places = nodes.first(found.leaves), places.first(found.comes)
-    chosen[own_places] = own_nodes[np.argsort(found.stays, kind="stable")]
-    # The others meet at their kinds.
-    others, left = nodes.rest(own_nodes), places.rest(own_places)
-    others = others[np.argsort(node_kinds[others], kind="stable")]
-    left = left[np.argsort(place_kinds[left], kind="stable")]
-    chosen[left] = others[np.argsort(found.goes, kind="stable")][: len(left)]
-    return chosen
+        place_groups, node_groups = (np.full(len(kinds), NO_GROUP) for kinds in (place_kinds, node_kinds))
+    chosen = cheapest(np.ascontiguousarray(prices), place_kinds, node_kinds, place_groups, node_groups)
+    return chosen if len(chosen) == len(place_kinds) else None
 
 
 class AmountBounds:
@@ -83,24 +67,14 @@ class AmountBounds:
 
     def asked(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
         """Return what places ask for by themselves."""
-        each = amounts[:, num_nodes > 0].min(axis=1)
-        return int(each.max()), int(each @ num_places)
+        return _known(amounts, num_places, num_nodes, [], [])
 
     def learnt(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
         """Return what is known from others; of the first one, which others learn from, what is least."""
         return (self._known if self._prices else self.least)(amounts, num_places, num_nodes)
 
     def _known(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
-        largest, total = self.asked(amounts, num_places, num_nodes)
-        there = num_nodes > 0
-        for prices in self._prices[-_MOST_LEARNT:]:
-            each = (amounts + prices)[:, there].min(axis=1)
-            total = max(total, int(each @ num_places - prices @ num_nodes))
-        for limit, kinds in self._too_few[-_MOST_LEARNT:]:
-            others = ((amounts <= limit) & there & ~kinds).any(axis=1)
-            if limit >= largest and num_places[~others].sum() > num_nodes[kinds].sum():
-                largest = int(amounts[amounts > limit].min())
-        return largest, total
+        return _known(amounts, num_places, num_nodes, self._prices[-_MOST_LEARNT:], self._too_few[-_MOST_LEARNT:])
 
     def least(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
         """Return the least that there is."""
@@ -133,6 +107,18 @@ class AmountBounds:
         return limits[bisect_left(limits, 1, 1, len(limits) - 1, key=is_possible)]
 
 
+def _known(
+    amounts: Ints, num_places: Ints, num_nodes: Ints, prices: Sequence[Ints], too_few: Sequence[tuple[int, Flags]]
+) -> tuple[int, int]:
+    from resilient.templates.replan.assignment_loops import known_amounts
+
+    no_kinds = np.empty((0, len(num_nodes)), dtype=np.int64)
+    limits = np.array([limit for limit, _ in too_few], dtype=np.int64)
+    kinds = np.array([kinds for _, kinds in too_few], dtype=np.bool_) if too_few else no_kinds.astype(np.bool_)
+    learnt = np.array(prices) if prices else no_kinds
+    return known_amounts(np.ascontiguousarray(amounts), num_places, num_nodes, learnt, limits, kinds)
+
+
 def _cheapest(
     amounts: Ints, num_places: Ints, num_nodes: Ints, most: int, prices: Ints | None = None
 ) -> tuple[NetworkFlow, int]:
@@ -153,115 +139,3 @@ def _cheapest(
     supply = np.concatenate((num_nodes, -num_places, [num_places.sum() - num_nodes.sum()]))
     flow = cheapest_flow(tails, heads, costs, supply)
     return flow, int(flow.sent @ costs[:, 0])
-
-
-class _Types(NamedTuple):
-    """Items by group and kind: those that are equal in both are of one type.
-
-    Args:
-        kind: Of each type.
-        group: Of each type, negative for none.
-        num_items: Items of each type.
-        ordered: The items, type by type.
-    """
-
-    kind: Ints
-    group: Ints
-    num_items: Ints
-    ordered: Ints
-
-    @classmethod
-    def of(cls, kinds: Ints, groups: Ints, num_kinds: int) -> _Types:
-        """Return the types of some items."""
-        keys = (groups + 1) * num_kinds + kinds
-        ordered = np.argsort(keys, kind="stable")
-        keys = keys[ordered]
-        first = np.flatnonzero(np.diff(keys, prepend=-1))
-        group, kind = np.divmod(keys[first], num_kinds)
-        return cls(kind, group - 1, np.diff(first, append=len(keys)), ordered)
-
-    def first(self, counts: Ints) -> Ints:
-        """Return the first so many items of each type, type by type."""
-        return self.ordered[ranges(self.num_items.cumsum() - self.num_items, counts)]
-
-    def rest(self, but: Ints) -> Ints:
-        """Return the items but some, ascending."""
-        left = np.ones(len(self.ordered), dtype=np.bool_)
-        left[but] = False
-        return np.flatnonzero(left)
-
-
-class _Found(NamedTuple):
-    """The cheapest flow.
-
-    Args:
-        leaves: How many nodes of each type flow to places of their own group.
-        comes: How many such nodes places of each type get.
-        stays: The types of these places, in the order of the types of these nodes.
-        goes: Of all other nodes, in the order of their kinds: the kind of place, or one more than there are for none.
-    """
-
-    leaves: Ints
-    comes: Ints
-    stays: Ints
-    goes: Ints
-
-
-def _flows(prices: Ints, places: _Types, nodes: _Types) -> _Found | None:
-    """Return the cheapest flow: from types of nodes to kinds of nodes to kinds of places to types of places.
-
-    Within a group there is a way from type to type beside it. What is left over goes from kinds of nodes to nowhere.
-    """
-    # Imported late: it loads numba, and most processes that import the planner never assign.
-    from resilient.templates.replan.network_simplex import cheapest_flow
-
-    first, end = (np.searchsorted(places.group, nodes.group, side=side) for side in ("left", "right"))
-    length = np.where(nodes.group == _NO_GROUP, 0, end - first)
-    own_node, own_place = np.repeat(np.arange(len(length)), length), ranges(first, length)
-    own_price = prices[places.kind[own_place], nodes.kind[own_node]]
-    allowed = own_price != FORBIDDEN
-    own_node, own_place, own_price = own_node[allowed], own_place[allowed], own_price[allowed]
-    node_kind, place_kind = np.nonzero(prices.T != FORBIDDEN)
-
-    num_places, num_kinds = prices.shape[0], prices.shape[1]
-    node_kinds = len(nodes.kind)
-    place_kinds = node_kinds + num_kinds
-    place_types = place_kinds + num_places
-    nowhere = place_types + len(places.kind)
-    arcs = (
-        (node_kinds + node_kind, place_kinds + place_kind, prices[place_kind, node_kind]),
-        (node_kinds + np.arange(num_kinds), np.full(num_kinds, nowhere), np.zeros(num_kinds, dtype=np.int64)),
-        (np.arange(node_kinds), node_kinds + nodes.kind, np.zeros(node_kinds, dtype=np.int64)),
-        (place_kinds + places.kind, place_types + np.arange(len(places.kind)), np.zeros_like(places.kind)),
-        (own_node, place_types + own_place, own_price),
-    )
-    tails, heads, price = (np.concatenate(parts) for parts in zip(*arcs, strict=True))
-    num_pairs, num_types = len(node_kind), node_kinds + len(places.kind)
-    num_inner = len(tails) - len(own_node)
-    leaving = np.zeros(len(tails), dtype=np.int64)
-    leaving[:num_pairs] = 1
-    num_left_over = int(nodes.num_items.sum() - places.num_items.sum())
-    between = np.zeros(num_kinds + num_places, dtype=np.int64)
-    supply = np.concatenate((nodes.num_items, between, -places.num_items, [-num_left_over]))
-    basis = np.full(len(supply), _NONE)
-    basis[:node_kinds] = num_inner - num_types + np.arange(node_kinds)
-    basis[place_types:nowhere] = num_inner - len(places.kind) + np.arange(len(places.kind))
-    # Most stay in their group, so that is where the search begins: with pairs that are cheap.
-    staying = np.argsort(own_price, kind="stable")
-    for of in (own_node, own_place):
-        staying = staying[np.unique(of[staying], return_index=True)[1]]
-    node, place = own_node[staying], own_place[staying]
-    basis[np.where(nodes.num_items[node] < places.num_items[place], node, place_types + place)] = num_inner + staying
-    flow = cheapest_flow(tails, heads, np.stack((price, leaving), axis=1), supply, basis)
-    if not flow.is_whole:
-        return None
-    pairs, none, _, own = np.split(flow.sent, [num_pairs, num_pairs + num_kinds, num_inner])
-    kinds = np.concatenate((node_kind, np.arange(num_kinds)))
-    goes = np.repeat(np.concatenate((place_kind, np.full(num_kinds, num_places))), np.concatenate((pairs, none)))
-    order = np.argsort(np.repeat(kinds, np.concatenate((pairs, none))), kind="stable")
-    return _Found(
-        leaves=np.bincount(own_node, own, len(nodes.kind)).astype(np.int64),
-        comes=np.bincount(own_place, own, len(places.kind)).astype(np.int64),
-        stays=np.repeat(own_place, own),
-        goes=goes[order],
-    )

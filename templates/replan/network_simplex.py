@@ -72,14 +72,20 @@ def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints, basis: In
             on, -1 where it hangs on none. What it and all that hangs on it give must go along the arc, and if the arc
             leads to it, that must not be nothing. [nodes]
     """
+    return flow_from(tails, heads, costs, supply, np.full(len(supply), _NONE) if basis is None else basis)
+
+
+@compiled
+def flow_from(tails: Ints, heads: Ints, costs: Ints, supply: Ints, basis: Ints) -> NetworkFlow:
+    """Return :func:`cheapest_flow`, with its arguments."""
     num_nodes, num_arcs = len(supply), len(tails)
     flow = np.zeros(num_arcs + num_nodes, dtype=np.int64)
     links = np.full((6, num_nodes + 1), _NONE)
     points_up, potential = np.zeros(num_nodes + 1, dtype=np.bool_), np.zeros((num_nodes + 1, _PARTS), dtype=np.int64)
-    tree = _Tree(links[0], links[1], points_up, *links[2:], potential)
-    _plant(tails, heads, costs, supply, np.full(num_nodes, _NONE) if basis is None else basis, flow, tree)
+    tree = _Tree(links[0], links[1], points_up, links[2], links[3], links[4], links[5], potential)
+    _plant(tails, heads, costs, supply, basis, flow, tree)
     _solve(tails, heads, costs, flow, tree)
-    return NetworkFlow(flow[:num_arcs], not flow[num_arcs:].any(), tree.potential[:-1])
+    return NetworkFlow(flow[:num_arcs], not flow[num_arcs:].any(), potential[:-1])
 
 
 @compiled

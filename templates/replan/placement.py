@@ -91,7 +91,7 @@ class Placer:
     """
 
     def __init__(self, problem: PlanningProblem, plan: Plan, nodes: Sequence[int], domains: Mapping[int, str]) -> None:
-        self._nodes = nodes
+        self._nodes: Ints = np.array(nodes, dtype=np.int64)
         self._holdings = StateResidency(problem.profile)
         layouts = [self._holdings.number(pipeline.template) for pipeline in plan.pipelines]
         self._old_sizes: Ints = np.array(list(map(len, layouts)), dtype=np.int64)
@@ -196,7 +196,7 @@ class Placer:
         if self._wanted_domains:
             chosen, lacking = self._spread(chosen, needs)
         copied, busiest = self._volume(chosen, needs)
-        names = [self._nodes[index] for index in chosen.tolist()]
+        names = self._nodes[chosen].tolist()
         ends = accumulate(sizes.tolist(), initial=0)
         return Placement(
             nodes=tuple(tuple(names[first:end]) for first, end in pairwise(ends)),

@@ -24,10 +24,10 @@ from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import least_lines_of_sizes
 from resilient.templates.composition.compose import Compositions, compositions
-from resilient.templates.composition.slow_nodes import compose_with_slow
+from resilient.templates.composition.slow_nodes import compose_with_slow, prepare_places
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.assignment import assign
+from resilient.templates.replan.assignment import AmountBounds, assign
 from resilient.templates.replan.replan_candidate import Situation
 from resilient.templates.replan.transfer import transfers_between
 from resilient.templates.replan.way import ReplanCandidate, Way, fastest_ms
@@ -59,8 +59,9 @@ def templates_for(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     """Do ahead of time what a :func:`replan` around ``num_nodes`` nodes would otherwise do during a recovery.
 
-    Computes templates and compositions for up to f (4 at least) nodes less and 4 more, and makes a plan the first time,
-    which loads and compiles what planning needs. The results are cached; calling it is optional and changes no plan.
+    Computes templates, compositions and where slow nodes may be, for up to f (4 at least) nodes less and 4 more, and
+    makes a plan the first time, which loads and compiles what planning needs. The results are cached; calling it is
+    optional and changes no plan.
 
     Raises:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
@@ -71,6 +72,7 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     fewer = max(problem.max_failures, _PREPARED_CHANGE)
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
         _composed(problem, live)
+        prepare_places(templates_for(problem, live), live)
     _load(problem, least)
 
 
@@ -79,8 +81,9 @@ def _load(problem: PlanningProblem, num_nodes: int) -> None:
     """Make a plan and another one after it, only once: the event loop may be telling a thousand nodes of theirs."""
     plan = first_plan(problem, range(num_nodes))
     replan(problem, plan, range(1, num_nodes + 1))
-    nothing = np.zeros(1, dtype=np.int64)
-    assign(nothing[None], nothing, nothing)
+    first, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    assign(one[None], first, first)
+    AmountBounds().least(one[None], one, one)
 
 
 def warm_up() -> None:
@@ -93,6 +96,7 @@ def warm_up() -> None:
     plan = first_plan(problem, range(4))
     zones = {node: str(place) for pipeline in plan.pipelines for place, node in enumerate(pipeline.nodes)}
     replan(problem, plan, range(4), domains=zones)
+    replan(problem, plan, range(4), slowdowns={0: 2.0})
     compose_with_slow(templates_for(problem, 4), 3, [2.0], problem.num_microbatches, 2, nanoseconds(1e6))
     first = layers[0]
     transfers_between({first.name: {0: first.whole}}, {first.name: {1: first.whole}})

@@ -3,8 +3,7 @@
 Candidates are made of precomputed templates:
 
 - *local* ones change only the pipelines concerned (:mod:`resilient.templates.replan.repair`); all others keep their
-nodes and
-  their layout, and copy nothing;
+  nodes and their layout, and copy nothing;
 - *composed* ones have the best composition for the number of nodes, whatever the pipelines were before: once with the
   pipelines that can stay as they are, once with the layouts that are best for the final split of the batch.
 

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
-from resilient.templates.composition.batch_split import Line, least_finish_ns, split_rows
+from resilient.templates.composition.batch_split import Line, LineTable, latest_ns, least_finish_ns
 from resilient.templates.plan import Plan
 from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Targets
@@ -110,11 +110,14 @@ class StepBounds:
         self._num_live, there = len(live), frozenset(live)
         slow = {node for node in slowdowns if node in there and slowdowns[node] > 1}
         self._slowest_first = sorted(slow, key=lambda node: -slowdowns[node])
+        # The pipelines with slow nodes that have all of their nodes, and these.
         self._slow_pipelines = {
             index: pipeline.nodes
             for index, pipeline in enumerate(plan.pipelines)
             if not slow.isdisjoint(pipeline.nodes) and there.issuperset(pipeline.nodes)
         }
+        self._slow_indices = np.array(list(self._slow_pipelines), dtype=np.int64)
+        self._lines = cache(self._all_lines)
         self._least_finish_ns = cache(
             lambda layout, factor, alone: least_finish_ns(layouts.layouts[layout], factor, alone=alone)
         )
@@ -128,23 +131,29 @@ class StepBounds:
                 negative where it is not known to be one.
             without: Nodes that take no place.
         """
-        alone, numbers = len(targets.numbers) == 1, targets.numbers
-        table, first_least = self._layouts.lines_and_least(alone=alone)
+        numbers = targets.numbers
+        table, first_least, first_slow = self._lines(len(numbers) == 1)
         rows = first_least + numbers
         known = stays[stays >= 0]
         rows[known] = self._layouts.single(numbers[known])
-        settled, lines = set[int](), list[Line]()
-        for index, nodes in self._slow_pipelines.items():
-            if (target := int(stays[index])) >= 0:
-                settled.update(nodes)
-                factors = tuple(self._slowdowns.get(node, 1.0) for node in nodes)
-                lines.append(self._slowed(int(numbers[target]), factors, alone))
-                rows[target] = len(table.fill) + len(lines) - 1
-        if lines:
-            table = table.with_lines(lines)
-        counts = split_rows(table, rows, self._num_microbatches)
-        least_ns = table.rows(rows).latest_ns(counts)
+        slow = stays[self._slow_indices]
+        are_known = slow >= 0
+        rows[slow[are_known]] = first_slow + np.flatnonzero(are_known)
+        settled = set[int]().union(*(self._slow_pipelines[index] for index in self._slow_indices[are_known].tolist()))
+        least_ns = latest_ns(table, rows, self._num_microbatches)
         return max(least_ns, self._least_of_others_ns(targets, known, settled, without)) / 1e6
+
+    def _all_lines(self, alone: bool) -> tuple[LineTable, int, int]:
+        """Return the lines of all choices, then the least ones of layouts, then those of the pipelines with slow nodes.
+
+        Returns:
+            The table, and where the second and the third begin.
+        """
+        table, first_least = self._layouts.lines_and_least(alone=alone)
+        factors = (tuple(self._slowdowns.get(node, 1.0) for node in nodes) for nodes in self._slow_pipelines.values())
+        layouts = self._layouts.of_plan[self._slow_indices].tolist()
+        lines = [self._slowed(layout, each, alone) for layout, each in zip(layouts, factors, strict=True)]
+        return (table.with_lines(lines) if lines else table), first_least, len(table.fill)
 
     def _least_of_others_ns(
         self, targets: Targets, known: Ints, settled: Collection[int], without: Collection[int]
@@ -159,8 +168,10 @@ class StepBounds:
         """
         left_out = self._num_live - len(without) - int(self._layouts.num_nodes[targets.numbers].sum())
         slow = [node for node in self._slowest_first if node not in without and node not in settled]
+        if left_out >= len(slow):
+            return 0
         others = np.delete(targets.numbers, known)
-        if left_out >= len(slow) or not len(others):
+        if not len(others):
             return 0
         factor, alone = self._slowdowns[slow[left_out]], len(targets.numbers) == 1
         return min(self._least_finish_ns(layout, factor, alone) for layout in set(others.tolist()))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +14,10 @@ from resilient.templates.composition.batch_split import (
     Lines,
     check_batch,
     finish_ns,
+    latest_ns,
     least_finish_ns,
     least_line,
+    line_table,
     lines,
     slowed_line,
     split_microbatches,
@@ -112,6 +115,13 @@ def test_with_rounds_the_latest_finish_and_how_many_finish_then_equal_exhaustive
     assert sum(counts) == total
     assert min(counts) >= 1
     assert quality(counts) == min(quality(split) for split in splits(total, len(pipelines)))
+
+
+@given(some_pipelines(1, 2, 3), st.integers(0, 8))
+def test_the_latest_finish_is_that_of_the_split(pipelines: list[Lines], more: int) -> None:
+    total = len(pipelines) + more
+    latest = finishes(pipelines, split_microbatches(pipelines, total))[0]
+    assert latest_ns(line_table(pipelines), np.arange(len(pipelines)), total) == latest
 
 
 def test_rounds_are_filled_before_new_ones_begin() -> None:

@@ -17,8 +17,8 @@ def test_no_arrangement_is_faster_than_the_lines_whatever_the_microbatches(
     draw = random.Random(len(group))
     sizes = [2, 2, 3, 3, 3, 4]
     layouts = [template(*(draw.uniform(1, 9) for _ in range(size)), sync_ms=2) for size in sizes]
-    arrangements = Arrangements(layouts, range(2, 5), len(group))
-    found = arrangements.lines(group, alone=alone)
+    arrangements = Arrangements(layouts, len(group))
+    found = arrangements.lines(group, range(2, 5), alone=alone)
     fill, slowest, round_size = (column[:, 0].tolist() for column in found.table)
     lines = [Line(*line) for line in zip(fill, slowest, round_size, strict=True)]
     for index, line in enumerate(lines):
@@ -34,3 +34,17 @@ def test_no_arrangement_is_faster_than_the_lines_whatever_the_microbatches(
                     for microbatches in (1, 2, 5, 40):
                         least = min(line.finish_ns(microbatches) for line in kept)
                         assert least <= slowed_line(layout, factors, alone=alone).finish_ns(microbatches)
+
+
+@pytest.mark.parametrize("group", [(2.5,), (3.0, 1.5)])
+def test_lines_of_some_sizes_are_those_of_all_that_have_them(group: tuple[float, ...]) -> None:
+    layouts = [template(*range(1, size + 1)) for size in (1, 2, 3, 4)]
+    arrangements = Arrangements(layouts, len(group))
+    every, some = (arrangements.lines(group, sizes, alone=False) for sizes in (range(2, 5), range(3, 4)))
+    chosen = every.sizes == 3
+    assert some.sizes.tolist() == every.sizes[chosen].tolist() != []
+    for column, of_every in zip(some.table, every.table, strict=True):
+        assert column.tolist() == of_every[chosen].tolist()
+    first = int(chosen.argmax())
+    for index in range(len(some.sizes)):
+        assert some.pipelines.pipeline(index) == every.pipelines.pipeline(first + index)

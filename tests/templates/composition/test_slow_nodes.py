@@ -65,3 +65,11 @@ def test_a_slow_node_goes_where_it_has_least_to_do() -> None:
     assert found is not None
     assert [pipeline.factors for pipeline in found.slow] == [(1.0, 3.0)]
     assert found.fast == (2,)
+
+
+def test_slow_nodes_beside_the_last_pipeline_stand_by() -> None:
+    templates = template_set(template(2.5, 1), template(1.5, 1, 1))
+    found = compose_with_slow(templates, 3, [3.0] * 4, 58, 3, LONG_NS)
+    assert found is not None
+    assert [pipeline.factors for pipeline in found.slow] == [(1.0, 3.0)] * 3
+    assert found.fast == ()

@@ -5,6 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from resilient.templates.composition import slow_nodes
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.replan import prepare, templates_for
+from tests.templates.jobs import profile
+
 _SCRIPT = """
 import gc
 from numba.core.dispatcher import Dispatcher
@@ -38,5 +45,26 @@ def test_first_change_with_slow_nodes_and_domains_loads_nothing_after_warm_up() 
 
     added, loaded = done.stdout.splitlines()
     assert added == ""
-    planning = {"best_sizes", "split", "_solve", "to_spread", "to_save", "_chain_times", "_fastest", "_fill_counted"}
+    planning = {
+        "best_sizes",
+        "split",
+        "cheapest",
+        "flow_from",
+        "to_spread",
+        "to_save",
+        "_chain_times",
+        "_fastest",
+        "_fill_counted",
+    }
     assert planning | {"choose_senders"} <= {*loaded.split()}
+
+
+def test_where_slow_nodes_may_be_is_known_after_preparing(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PlanningProblem(profile=profile([1.0] * 3), num_microbatches=13, min_pipeline_nodes=1)
+    prepare(problem, 9)
+    monkeypatch.delattr(slow_nodes, "Arrangements")
+
+    for num_fast in (1, 3, 5, 9):
+        templates = templates_for(problem, num_fast + 2)
+        found = slow_nodes.compose_with_slow(templates, num_fast, [3.0, 2.0], 13, 2, most_ns=10**12)
+        assert found is not None
