@@ -16,7 +16,7 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.memory_budget import passed_behind, put_off, windows
-from resilient.planners.stages.stage_work import first_differentiated
+from resilient.planners.stages.stage_work import first_differentiated, halved
 from resilient.planners.stages.unit_memory import LaneCell, StageBytes, stage_bytes
 from resilient.planners.stages.virtual_stages import held_together
 from resilient.templates.common.arrays import Flags, Ints
@@ -112,8 +112,8 @@ def _held(
                 [lane.waiting if with_activations else lane.handed_on_waiting for lane in of_lanes],
             )
         )
-        has_second = np.stack([lane.has_second for lane in of_lanes]) & setting.splits
-        late = put_off(in_flight, has_second, first_differentiated(unit, spread))
+        both = halved(unit, spread, configuration.shard) & setting.splits
+        late = put_off(in_flight, both, first_differentiated(unit, spread))
         moments = _moments(in_flight, late, configuration.num_microbatches)
         held[unit.name] = _whole_step(of_lanes, configuration.num_microbatches)
         held[unit.name] += np.max([counts[0] * before + counts[1] * waiting for counts in moments], axis=0)

@@ -13,8 +13,8 @@ import numpy as np
 from resilient.planners.costs.cell_profile import cell_layers
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.planner import Parallelism
-from resilient.planners.stages.stage_work import num_recomputed
-from resilient.templates.common.arrays import Flags, Ints
+from resilient.planners.stages.stage_work import halved, num_recomputed
+from resilient.templates.common.arrays import Ints
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
@@ -49,9 +49,8 @@ class StageBytes:
         arriving: What comes in, and gradients that go back.
         kept: Of each cell in flight.
         handed_on: Part of it: what is sent, and where the gradient of that is to arrive.
-        waiting: Kept of each between the two parts of its backward; 0 where nothing is left for the second one.
+        waiting: Kept of each between the halves of its backward; 0 where one half has all of it.
         handed_on_waiting: Part of it: what is sent.
-        has_second: Whether something is.
         sent: Of each cell until the step ends: what is sent for which no gradient returns, that would show its receipt.
         running: Used besides while a cell runs; of several stages on a device one does at a time.
     """
@@ -62,7 +61,6 @@ class StageBytes:
     handed_on: Ints
     waiting: Ints
     handed_on_waiting: Ints
-    has_second: Flags
     sent: Ints
     running: Ints
 
@@ -99,12 +97,10 @@ def stage_bytes(
     firsts = spread.first_layers + 1
     ends = firsts + np.array(spread.stage_layers)
     arriving, handed_on = (np.array(each[0], dtype=np.int64) for each in (costs.arriving, costs.handed_on))
-    kept = memory.kept[firsts, ends]
-    waiting, running = memory.waiting[firsts, ends], memory.workspace[firsts, ends]
+    kept, running = memory.kept[firsts, ends], memory.workspace[firsts, ends]
+    both = halved(unit, spread, shard)
     wants = np.array([layer.input_gradient for layer in profile.layers])
-    wanted, returned = wants[firsts], handed_on[ends] // 2 * wants[ends]
-    trained = np.cumsum([False, *(layer.trainable for layer in layers)])
-    has_second = (trained[ends - 1] > trained[firsts - 1]) & (shard == 1)
+    returned = handed_on[ends] // 2 * wants[ends]
     passed = np.concatenate(([0], np.cumsum([layer.trainable or layer.input_gradient for layer in layers])))
     for stage, (begin, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         number = num_recomputed(spread, int(passed[end - 1] - passed[begin - 1]))
@@ -118,9 +114,6 @@ def stage_bytes(
             # what the layers behind kept of the cell is gone by then, but for what was sent
             running[stage] += handed_on[middle] - memory.kept[middle, end] + 2 * returned[stage]
             running[stage] = max(running[stage], memory.workspace[middle, end])
-        # what runs again does so in the first part, which then is all of it, or where none is in the second
-        has_second[stage] &= not wanted[stage]
-        waiting[stage] = kept[stage] * has_second[stage]
     held = memory.held[firsts, ends]
     pairs = zip(profile.layers, costs.inputs[0], strict=True)
     sent = np.array([0 if layer.input_gradient else num_bytes for layer, num_bytes in pairs], dtype=np.int64)
@@ -129,9 +122,8 @@ def stage_bytes(
         arriving=arriving[firsts],
         kept=kept,
         handed_on=handed_on[ends],
-        waiting=waiting,
-        handed_on_waiting=(handed_on[ends] - returned * wanted) * has_second,
-        has_second=has_second,
+        waiting=memory.waiting[firsts, ends] * both,
+        handed_on_waiting=(handed_on[ends] - returned) * both,
         sent=sent[ends],
         running=running,
     )
