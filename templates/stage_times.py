@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from resilient.templates.halves import Halves
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.schedules.halves import Halves
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -19,7 +19,7 @@ class StageTimes:
         forward_ms: Forward.
         backward_input_ms: First half of the backward, for what it received.
         backward_weight_ms: Second half, for its parameters; all of it where one half has all
-            (:class:`~resilient.templates.schedules.halves.Halves`).
+            (:class:`~resilient.templates.halves.Halves`).
         send_ms: One message over the boundary before it.
     """
 

@@ -50,7 +50,7 @@ def generate_units(
         lead: How many cells a stage runs ahead of the next one: 2 hides messages, for up to twice the memory.
         split: Whether backwards for the weights stand apart, as late as those of the lane's first stage that has any:
             they fill gaps while all stages of a lane keep as much as that one. Of all stages, or of each, lane after
-            lane: where one half has all of a backward (:class:`~resilient.templates.schedules.halves.Halves`) it is
+            lane: where one half has all of a backward (:class:`~resilient.templates.halves.Halves`) it is
             done at once, when it is under 1F1B, for nobody waits less if it is put off.
         apart: Whether the units before that one do all their forwards before its first, and their backwards after its
             last: where they share its rows, these wait less for each other, for the memory of all cells.

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from resilient.errors import ArgumentError
+from resilient.templates.halves import Halves
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.halves import Halves
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 from resilient.templates.schedules.validator import validate

@@ -44,7 +44,7 @@ class Taken:
         forward_ms: Time of the forward.
         backward_ms: Time of the backward; 0 on stages that need none.
         weights_ms: Its second half, where halves run apart; all of it where one half has all
-            (:class:`~resilient.templates.schedules.halves.Halves`).
+            (:class:`~resilient.templates.halves.Halves`).
         kept_bytes: Activations on each device, of layers that have a backward.
         deferred_bytes: Gradients on each device that wait for that part.
     """

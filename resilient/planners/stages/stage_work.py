@@ -12,8 +12,8 @@ from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.stages.virtual_stages import by_row
 from resilient.templates.common.arrays import Flags, Floats, Ints
+from resilient.templates.halves import Halves
 from resilient.templates.inputs.cluster import Cluster, Link
-from resilient.templates.schedules.halves import Halves
 
 
 def dealt_by(unit: UnitCosts, spread: Parallelism) -> Curve:

@@ -11,9 +11,9 @@ from resilient.pipeline.p2p import Channel
 from resilient.pipeline.row_actions import Border
 from resilient.planners.costs.samples import LLM
 from resilient.planners.pipelines.decision import decision_of
+from resilient.templates.halves import Halves
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.graph import CHAIN, Backward, LaneName, StageName, StepGraph, UnitLane
-from resilient.templates.schedules.halves import Halves
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.schedules.unit_generator import generate_units

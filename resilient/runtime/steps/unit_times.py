@@ -15,10 +15,10 @@ from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.unit_graph import PlanLanes, handed_over
 from resilient.templates.common.arrays import Floats
+from resilient.templates.halves import Halves
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.graph import StageName, StepGraph
-from resilient.templates.schedules.halves import Halves
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.template import StageSpec
