@@ -192,9 +192,9 @@ def split_rows(table: LineTable, rows: Ints, num_microbatches: int) -> Ints:
 
 def latest_ns(table: LineTable, rows: Ints, num_microbatches: int) -> int:
     """Return when the last pipeline is done under :func:`split_rows`, with its arguments, which must be right."""
-    from resilient.templates.composition.split_time import latest_ns as latest
+    from resilient.templates.composition.split_time import latest_finish
 
-    return latest(*table, rows, num_microbatches)
+    return latest_finish(*table, rows, num_microbatches)
 
 
 @lru_cache(maxsize=16)

@@ -55,7 +55,7 @@ def split(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatc
 
 
 @compiled
-def latest_ns(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatches: int) -> int:
+def latest_finish(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_microbatches: int) -> int:
     """Return when the last pipeline is done under :func:`split`, with its arguments."""
     num_each = _num_each(rows, len(fill))
     kinds: Ints = np.flatnonzero(num_each)

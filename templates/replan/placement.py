@@ -19,7 +19,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints, distinct, ranges
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.assignment import FORBIDDEN, AmountBounds, assign
+from resilient.templates.replan.assigning.assignment import FORBIDDEN, AmountBounds, assign
 from resilient.templates.replan.repair import NEW
 from resilient.templates.replan.state_residency import EMPTY, StateResidency
 from resilient.templates.replan.topology_spread import Kinds, lacking_domains, spread_domains

@@ -27,7 +27,7 @@ from resilient.templates.composition.compose import Compositions, compositions
 from resilient.templates.composition.slow_nodes import compose_with_slow, prepare_places
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.assignment import AmountBounds, assign
+from resilient.templates.replan.assigning.assignment import AmountBounds, assign
 from resilient.templates.replan.replan_candidate import Situation
 from resilient.templates.replan.transfer import transfers_between
 from resilient.templates.replan.way import ReplanCandidate, Way, fastest_ms

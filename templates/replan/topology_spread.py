@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints
-from resilient.templates.replan.assignment import FORBIDDEN, assign
+from resilient.templates.replan.assigning.assignment import FORBIDDEN, assign
 
 if TYPE_CHECKING:
     from resilient.templates.replan.exchanges import PlaceExchanges

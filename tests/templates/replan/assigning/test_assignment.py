@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from resilient.templates.replan.assignment import FORBIDDEN, AmountBounds, assign
+from resilient.templates.replan.assigning.assignment import FORBIDDEN, AmountBounds, assign
 
 
 def ints(*items: int) -> np.ndarray:

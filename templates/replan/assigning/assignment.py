@@ -16,7 +16,7 @@ import numpy as np
 from resilient.templates.common.arrays import Flags, Ints
 
 if TYPE_CHECKING:  # it loads numba, and most processes that import the planner never assign
-    from resilient.templates.replan.network_simplex import NetworkFlow
+    from resilient.templates.replan.assigning.network_simplex import NetworkFlow
 
 FORBIDDEN = -1
 """The price of a pair that must not be."""
@@ -41,7 +41,7 @@ def assign(
         node_groups: Likewise. [nodes]
     """
     # Imported late: it loads numba, and most processes that import the planner never assign.
-    from resilient.templates.replan.assignment_loops import NO_GROUP, cheapest
+    from resilient.templates.replan.assigning.assignment_loops import NO_GROUP, cheapest
 
     if place_groups is None or node_groups is None:
         place_groups, node_groups = (np.full(len(kinds), NO_GROUP) for kinds in (place_kinds, node_kinds))
@@ -110,7 +110,7 @@ class AmountBounds:
 def _known(
     amounts: Ints, num_places: Ints, num_nodes: Ints, prices: Sequence[Ints], too_few: Sequence[tuple[int, Flags]]
 ) -> tuple[int, int]:
-    from resilient.templates.replan.assignment_loops import known_amounts
+    from resilient.templates.replan.assigning.assignment_loops import known_amounts
 
     no_kinds = np.empty((0, len(num_nodes)), dtype=np.int64)
     limits = np.array([limit for limit, _ in too_few], dtype=np.int64)
@@ -127,7 +127,7 @@ def _cheapest(
     It is a flow from kinds of nodes to kinds of places and, at the end of both, nowhere.
     """
     # Imported late: it loads numba, and most processes that import the planner never assign.
-    from resilient.templates.replan.network_simplex import cheapest_flow
+    from resilient.templates.replan.assigning.network_simplex import cheapest_flow
 
     nodes = np.arange(len(num_nodes))
     node, place = np.nonzero(most >= amounts.T)

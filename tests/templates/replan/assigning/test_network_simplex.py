@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from resilient.templates.replan.network_simplex import cheapest_flow
+from resilient.templates.replan.assigning.network_simplex import cheapest_flow
 
 
 def ints(*items: int) -> np.ndarray:

@@ -13,8 +13,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.replan.assignment import FORBIDDEN
-from resilient.templates.replan.network_simplex import flow_from
+from resilient.templates.replan.assigning.network_simplex import flow_from
 
 NO_GROUP = _NONE = -1
 _MORE = 1 << 62
@@ -61,7 +60,7 @@ def cheapest(prices: Ints, place_kinds: Ints, node_kinds: Ints, place_groups: In
     """Return the node in each place, as :func:`.assign` says; nothing where no assignment is allowed.
 
     Args:
-        prices: As there.
+        prices: As there; negative where a pair must not be.
         place_kinds: Likewise.
         node_kinds: Likewise.
         place_groups: Likewise.
@@ -218,7 +217,7 @@ def _arcs(prices: Ints, places: _Types, nodes: _Types) -> _Arcs:
     costs, number = np.zeros((most, 2), dtype=np.int64), 0
     for kind in range(num_kinds):
         for place in range(num_places):
-            if prices[place, kind] != FORBIDDEN:
+            if prices[place, kind] >= 0:
                 tails[number], heads[number] = first_kind + kind, first_place_kind + place
                 costs[number, 0], costs[number, 1] = prices[place, kind], 1
                 number += 1
@@ -237,7 +236,7 @@ def _arcs(prices: Ints, places: _Types, nodes: _Types) -> _Arcs:
         if nodes.group[node] >= 0:
             for place in range(first[node], end[node]):
                 price = prices[places.kind[place], nodes.kind[node]]
-                if price != FORBIDDEN:
+                if price >= 0:
                     tails[number], heads[number], costs[number, 0] = node, first_place + place, price
                     number += 1
     return _Arcs(tails[:number], heads[:number], costs[:number], num_pairs, first_own)
