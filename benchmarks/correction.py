@@ -19,7 +19,8 @@ import numpy as np
 from rich.console import Console
 
 from resilient.cli.shared.printing import plain_table
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts
+from resilient.planners.costs.cost_model import CostModel, UnitCosts
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import LLM
 from resilient.planners.evaluation.evaluate import evaluate

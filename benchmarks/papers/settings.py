@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.bound import bound_ms

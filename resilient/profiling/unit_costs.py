@@ -19,7 +19,8 @@ from resilient.models.layer import Activations, Batch, LayerSpec
 from resilient.models.packing import Packable
 from resilient.pipeline.p2p import signature
 from resilient.planners.costs.cell_profile import cell_layers
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.profiling import exchange_times
 from resilient.profiling.degree_passes import DegreePasses, DeviceCosts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from resilient.planners.costs.cost_model import LayerCurves, UnitCosts
+from resilient.planners.costs.cost_model import UnitCosts
+from resilient.planners.costs.curves import LayerCurves
 from resilient.templates.inputs.profile import LayerCost, LayerProfile
 
 

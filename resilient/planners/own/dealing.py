@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import Curve
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import units_of_step
 from resilient.planners.evaluation.shard_groups import in_step_groups

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from resilient.planners.costs.cost_model import Curve
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Replica, Setting
 from resilient.planners.stages.degraded_replicas import ranks_left

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.planners.costs.cost_model import Curve, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve
 from resilient.planners.planner import Parallelism
 from resilient.planners.stages.stage_work import kept_by_layers, num_recomputed, stage_halves, token_bytes
 from resilient.templates.common.arrays import Floats, Ints

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import Curve, UnitCosts
+from resilient.planners.costs.cost_model import UnitCosts
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import Lengths
 from resilient.planners.packing.balance import cut_chain, slowest_stages
 from resilient.planners.planner import Parallelism

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import Curve
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.packing.balance import deal_whole, fullest, loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting

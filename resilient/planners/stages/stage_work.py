@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.cost_model import Curve, UnitCosts
+from resilient.planners.costs.cost_model import UnitCosts
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.stages.virtual_stages import by_row
@@ -90,7 +91,7 @@ def kept_by_layers(layers: Sequence[tuple[float, float, float]]) -> Floats:
     The first one holds what enters the stage, an inner one as far as it or the one before keeps that.
 
     Args:
-        layers: Of each what :class:`~resilient.planners.costs.cost_model.LayerCurves` says of activations, what enters,
+        layers: Of each what :class:`~resilient.planners.costs.curves.LayerCurves` says of activations, what enters,
             and what is given on.
     """
     kept, entered, given = np.array(layers, np.float64).reshape(-1, 3).T

@@ -11,7 +11,8 @@ import torch
 from resilient.comm import Communicator
 from resilient.observability.step_trace import PlannedRow
 from resilient.planners.costs.correction import UNCORRECTED, Correction
-from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
+from resilient.planners.costs.cost_model import CostModel, UnitCosts
+from resilient.planners.costs.curves import Curve
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.unit_graph import PlanLanes, handed_over
 from resilient.templates.common.arrays import Floats

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from resilient import trainer
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.profiling import planned_job
 from resilient.templates.inputs.profile import LayerCost, ModelProfile
 

@@ -9,7 +9,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from resilient.planners.costs.correction import UNCORRECTED, Observation
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.templates.inputs.cluster import Cluster

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.planner import Setting
 from resilient.templates.inputs.cluster import Cluster, Link

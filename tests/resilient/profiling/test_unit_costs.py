@@ -19,7 +19,8 @@ from resilient.emulation.unit import CostCurve, EmulatedUnit
 from resilient.errors import ArgumentError
 from resilient.models.multimodal.encoder import EncoderModule
 from resilient.models.multimodal.module import MultimodalModule
-from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
+from resilient.planners.costs.cost_model import CostModel, UnitCosts
+from resilient.planners.costs.curves import Curve
 from resilient.profiling import layer_passes, unit_costs
 from resilient.profiling.cache import job_unit_costs
 from resilient.profiling.layer_passes import Run

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient.templates.common.durations import nanoseconds
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan import replan as module
@@ -113,10 +113,13 @@ def test_the_candidate_with_which_the_job_is_furthest_comes_first(
     domains = data.draw(st.dictionaries(st.sampled_from(live), st.sampled_from("ab"), max_size=len(live)))
     slowdowns = data.draw(st.dictionaries(st.sampled_from(live), st.floats(1, 4), max_size=1))
     found = replan_candidates(problem, first_plan(problem, nodes), live, domains=domains, slowdowns=slowdowns)
-    fastest = min(candidate.step_ms for candidate in found)
-    ranks = [(c.lacking_domains, c.copy_ms + failure_interval_ms * c.step_ms / fastest) for c in found]
-    for (lacking, cost), (next_lacking, next_cost) in pairwise(ranks):
-        assert lacking < next_lacking or (lacking == next_lacking and cost <= next_cost * (1 + 1e-9))
+    copies, steps = (
+        [nanoseconds(each) for each in of] for of in zip(*((c.copy_ms, c.step_ms) for c in found), strict=True)
+    )
+    interval, fastest = nanoseconds(failure_interval_ms), min(steps)
+    costs = [copy * fastest + interval * step for copy, step in zip(copies, steps, strict=True)]
+    ranks = [(each.lacking_domains, cost) for each, cost in zip(found, costs, strict=True)]
+    assert ranks == sorted(ranks)
 
 
 def test_first_plan_fills_pipelines_with_the_nodes_in_order() -> None:

@@ -18,8 +18,9 @@ from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import cost, enough_nodes, layer, problems, profile
+from tests.templates.search.random_problems import small_problems
 from tests.templates.search.stage_bytes import StageBytes
-from tests.templates.search.test_partition import check_against_all, small_problems, tight_problem
+from tests.templates.search.test_partition import check_against_all, tight_problem
 
 
 def eight_layers(**more: object) -> PlanningProblem:

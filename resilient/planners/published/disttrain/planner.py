@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.cost_model import Curve
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.known_batches import fastest_simulated
 from resilient.planners.packing.balance import loads, longest_first

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.cost_model import COST_MODEL_VERSION, CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import COST_MODEL_VERSION, CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.samples import Lengths
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile

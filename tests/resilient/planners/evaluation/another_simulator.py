@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from resilient.planners.costs.cost_model import Curve
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Assignment, Configuration, Encoders, Setting
 from resilient.templates.schedules.schedule import Op, Schedule

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.bound import bound_ms
 from resilient.planners.evaluation.evaluate import evaluate

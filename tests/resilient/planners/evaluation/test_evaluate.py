@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting

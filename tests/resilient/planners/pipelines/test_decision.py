@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import LayerCurves, UnitCosts
+from resilient.planners.costs.cost_model import UnitCosts
+from resilient.planners.costs.curves import LayerCurves
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.pipelines.decision import decision_of, template_of, with_lanes
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.cost_model import Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.samples import Lengths
 from resilient.planners.stages.expected_step import expected, parallelism, stage_curves
 from tests.resilient.planners.jobs_of_planners import COSTS, unit

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import CostModel, Curve
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Replica, Setting

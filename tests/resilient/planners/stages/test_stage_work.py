@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.planner import Parallelism, Setting
 from resilient.planners.stages.call_work import Calls, CallWork, Work
 from resilient.planners.stages.stage_work import kept_bytes, state_bytes

@@ -11,7 +11,8 @@ import torch
 
 from resilient.comm import SingleProcessCommunicator
 from resilient.data.reader import Cell
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.planner import Configuration
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from resilient.planners.costs.correction import Correction, Factor, buckets
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
+from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.runtime.steps.unit_times import UnitTimes

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.correction import Correction, Factor, buckets
-from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
+from resilient.planners.costs.cost_model import CostModel, UnitCosts
+from resilient.planners.costs.curves import Curve
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.packing.balance import loads
