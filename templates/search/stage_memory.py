@@ -81,7 +81,7 @@ class StageMemory:
         if problem.schedule in SPLIT_KINDS and costs.options[option].shard == 1:
             # whatever a layer keeps is there until the second part
             differentiated = once.of(-left[1:], among + apart - given, ending + apart) + left + activations
-            newest = np.where(splits, differentiated - activations[:-1, None] + entered, newest)
+            newest = np.where(splits & trains, differentiated - activations[:-1, None] + entered, newest)
         self.workspace = _rising(np.maximum(kept, newest)) - self.kept
 
     def num_bytes(self, first: int, end: int, held: Sequence[Held], *, checkpointing: bool) -> int:

@@ -6,7 +6,7 @@ devices of a stage have all tokens, whatever they divide within the unit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -94,11 +94,13 @@ def stage_bytes(
     problem = PlanningProblem(profile=profile, num_microbatches=1, cluster=cluster, max_failures=0, schedule=kind)
     costs = LayerCosts(problem, shard, awaits_sends=False)
     memory = StageMemory(problem, costs, 0)
+    at_once = StageMemory(replace(problem, schedule=ScheduleKind.ONE_F_ONE_B), costs, 0)
     firsts = spread.first_layers + 1
     ends = firsts + np.array(spread.stage_layers)
     arriving, handed_on = (np.array(each[0], dtype=np.int64) for each in (costs.arriving, costs.handed_on))
-    kept, running = memory.kept[firsts, ends], memory.workspace[firsts, ends]
     both = halved(unit, spread, shard)
+    kept = memory.kept[firsts, ends]
+    running = np.where(both, memory.workspace[firsts, ends], at_once.workspace[firsts, ends])
     wants = np.array([layer.input_gradient for layer in profile.layers])
     returned = handed_on[ends] // 2 * wants[ends]
     passed = np.concatenate(([0], np.cumsum([layer.trainable or layer.input_gradient for layer in layers])))
@@ -113,7 +115,7 @@ def stage_bytes(
             kept[stage] += memory.kept[middle, end] - handed_on[middle]
             # what the layers behind kept of the cell is gone by then, but for what was sent
             running[stage] += handed_on[middle] - memory.kept[middle, end] + 2 * returned[stage]
-            running[stage] = max(running[stage], memory.workspace[middle, end])
+            running[stage] = max(running[stage], at_once.workspace[middle, end])
     held = memory.held[firsts, ends]
     pairs = zip(profile.layers, costs.inputs[0], strict=True)
     sent = np.array([0 if layer.input_gradient else num_bytes for layer, num_bytes in pairs], dtype=np.int64)

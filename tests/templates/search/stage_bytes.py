@@ -43,7 +43,7 @@ class StageBytes:
         self.workspace = max(0, max(self._newest(k, e) for e in ends for k in range(e)) - self.each)
         splits = groups == 1 and self._layers[0].input_gradient
         self._deferred = [layer.costs[q].deferred_bytes if splits else 0 for layer in self._layers]
-        differentiated = max(self._differentiated(k, e) for e in ends for k in range(e)) if splits else 0
+        differentiated = max(self._in_parts(k, e) for e in ends for k in range(e)) if splits else 0
         self.split_workspace = max(0, differentiated - self.each) if splits else self.workspace
         self.waiting = max(self._waiting(e) for e in ends)
         trains = groups == 1 and any(layer.trainable for layer in self._layers)
@@ -80,6 +80,11 @@ class StageBytes:
         else:
             there += cost.workspace_bytes - cost.given_bytes + self._returned(end)  # the next layer keeps what it gave
         return there + max(more, 0)
+
+    def _in_parts(self, number: int, end: int) -> int:
+        """The same of any stage: where nothing is trained a backward has one part."""
+        trains = any(layer.trainable for layer in self._layers[:end])
+        return self._differentiated(number, end) if trains else self._newest(number, end)
 
     def _newest_again(self, number: int, end: int) -> int:
         """As the first, where layers run again."""
