@@ -21,6 +21,9 @@ def loss_behind(
 ) -> tuple[Tensor | None, Activations]:
     """Return the loss of what a layer made, None where none is taken of it, and what goes on to the next layer.
 
+    What is a part of something larger, as a chunk or the first token of each sequence is, goes on by itself: nobody
+    holds the rest for its sake.
+
     Raises:
         ArgumentError: As :func:`summed_loss`.
     """
@@ -28,10 +31,21 @@ def loss_behind(
         return summed_loss(model, activations, batch), {}
     names = model.layers[layer_index].for_loss
     if not names:
-        return None, activations
+        return None, _by_themselves(activations)
     read = {name: tensor for name, tensor in activations.items() if name in names}
     rest = {name: tensor for name, tensor in activations.items() if name not in names}
-    return summed_loss(model, read, batch), rest
+    return summed_loss(model, read, batch), _by_themselves(rest)
+
+
+def _by_themselves(activations: Activations) -> Activations:
+    return {
+        name: tensor.clone(memory_format=torch.contiguous_format) if _is_part(tensor) else tensor
+        for name, tensor in activations.items()
+    }
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def summed_loss(model: Model, activations: Activations, batch: Batch) -> Tensor:

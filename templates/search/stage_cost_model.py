@@ -157,6 +157,7 @@ class StageCosts:
             runs = layers[i].trainable or layers[i].input_gradient
             self._next_backward[i] = i if runs else self._next_backward[i + 1]
         self._memory = [StageMemory(problem, costs, index) for index in range(len(self.options))]
+        self._exact = [StageMemory(problem, costs, index, rising=False) for index in range(len(self.options))]
         self._reach = StageReach(problem, self._memory)
         self._held_rounds: dict[int, HeldRounds] = {}
 
@@ -286,15 +287,15 @@ class StageCosts:
         forward = self._forward[option][end] - self._forward[option][first]
         backward = self._backward[option][end] - self._backward[option][first]
         limit = self.problem.cluster.memory_bytes
-        memory = self._memory[option].num_bytes(first, end, held, checkpointing=False)
         if checkpointing is None:
-            checkpointing = limit is not None and memory > limit
+            kept = self._memory[option].num_bytes(first, end, held, checkpointing=False)
+            checkpointing = limit is not None and kept > limit
+        memory = self._exact[option].num_bytes(first, end, held, checkpointing=checkpointing)
         if checkpointing:
-            memory = self._memory[option].num_bytes(first, end, held, checkpointing=True)
             backward += forward * (self._next_backward[first] < end)
         most: int | None = None
         if limit is not None and self.problem.schedule is ScheduleKind.EAGER:
-            _, of_each, _ = self._memory[option].of_rounds(checkpointing=checkpointing)
+            _, of_each, _ = self._exact[option].of_rounds(checkpointing=checkpointing)
             each = int(of_each[first, end])
             most = held[0].before + (limit - memory) // each if each else self.problem.num_microbatches
         return StageSpec(

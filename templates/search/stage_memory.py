@@ -26,6 +26,8 @@ class StageMemory:
         problem: The job.
         costs: Of its layers.
         option: Index of the devices in the costs' options.
+        rising: Whether no stage is to hold less than one that ends before it, as the search relies on. It does only
+            where far less is handed on behind a layer than before it.
 
     Attributes:
         held: What is there once, whatever runs: states, gradients, what comes in and goes out, what is loaded of a
@@ -45,8 +47,9 @@ class StageMemory:
         arriving: Of ``held`` what comes in and goes back before a stage that begins with a layer. [L]
     """
 
-    def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int) -> None:
+    def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int, *, rising: bool = True) -> None:
         layers = problem.profile.layers
+        table = _rising if rising else _of_stages
         activations = _prefix_sums(costs.kept[option])
         runs = [layer.trainable or layer.input_gradient for layer in layers]  # others are never run again
         inputs = _prefix_sums([each * run for each, run in zip(costs.inputs[option], runs, strict=True)])
@@ -57,16 +60,16 @@ class StageMemory:
         returned = once.returned
         entered = np.array(costs.entered[option], dtype=np.int64)[:, None]  # the first layer's input is there anyway
         kept = activations + handed_on - activations[:-1, None] + entered
-        self.kept = _rising(kept)
+        self.kept = table(kept)
         among, ending, apart, given, again, ending_again = (
             np.array(of[option], dtype=np.int64)
             for of in (costs.workspace, costs.ending, costs.apart, costs.given, costs.again, costs.ending_again)
         )
         newest = once.of(activations[1:], among, ending) - activations[:-1, None] + entered
         kept_inputs = inputs + handed_on - inputs[:-1, None] + loaded
-        self.inputs = _rising(kept_inputs)
+        self.inputs = table(kept_inputs)
         newest_again = once.of(inputs[1:], again, ending_again) - inputs[:-1, None] + loaded
-        self.largest = _rising(np.maximum(kept_inputs, newest_again)) - self.inputs
+        self.largest = table(np.maximum(kept_inputs, newest_again)) - self.inputs
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
         read = _largest([layer.read_bytes for layer in layers])
         self.held = np.triu(held + self.arriving[:, None] + read, 1)
@@ -76,13 +79,13 @@ class StageMemory:
         splits = np.array([layer.input_gradient for layer in layers])[:, None]
         left = _prefix_sums(costs.deferred[option])
         deferred = np.triu(left - left[:-1, None], 1) * splits
-        self.waiting = _rising(np.where(splits, kept - returned // 2 + deferred, self.kept) * trains)
+        self.waiting = table(np.where(splits, kept - returned // 2 + deferred, self.kept) * trains)
         self.waiting_inputs = self.inputs * (trains & ~splits)
         if problem.schedule in SPLIT_KINDS and costs.options[option].shard == 1:
             # whatever a layer keeps is there until the second part
             differentiated = once.of(-left[1:], among + apart - given, ending + apart) + left + activations
             newest = np.where(splits & trains, differentiated - activations[:-1, None] + entered, newest)
-        self.workspace = _rising(np.maximum(kept, newest)) - self.kept
+        self.workspace = table(np.maximum(kept, newest)) - self.kept
 
     def num_bytes(self, first: int, end: int, held: Sequence[Held], *, checkpointing: bool) -> int:
         """Return what a stage of layers ``first .. end - 1`` holds at one of some moments, that at which it is most.
@@ -100,7 +103,8 @@ class StageMemory:
     def of_rounds(self, *, checkpointing: bool) -> tuple[Ints, Ints, Ints]:
         """Return what stages hold once, of each round that is not differentiated, and of each that waits for the rest.
 
-        ``[L, L + 1]`` each. No stage holds less of any than one that ends before it, with one round in flight or more.
+        ``[L, L + 1]`` each. With ``rising`` no stage holds less of any than one that ends before it, with one round in
+        flight or more.
 
         Args:
             checkpointing: Whether their layers run again.
@@ -111,11 +115,13 @@ class StageMemory:
 
 
 def _rising(num_bytes: Ints) -> Ints:
-    """Return a table in which no stage holds less than one that ends before it; the search relies on that.
+    """Return a table in which no stage holds less than one that ends before it. [L, L + 1]"""
+    return np.maximum.accumulate(_of_stages(num_bytes), axis=1)
 
-    It does only where far less is handed on behind a layer than before it. [L, L + 1]
-    """
-    return np.maximum.accumulate(np.triu(num_bytes, 1), axis=1)
+
+def _of_stages(num_bytes: Ints) -> Ints:
+    """Return a table with nothing where there are no layers. [L, L + 1]"""
+    return np.triu(num_bytes, 1)
 
 
 def _largest(read_bytes: Sequence[int]) -> Ints:

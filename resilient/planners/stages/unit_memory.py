@@ -91,10 +91,12 @@ def stage_bytes(
     )
     cluster = Cluster(devices_per_node=spread.tp * shard)
     profile = ModelProfile(layers=(nothing, *layers, behind), tp_degrees=(spread.tp,))
-    problem = PlanningProblem(profile=profile, num_microbatches=1, cluster=cluster, max_failures=0, schedule=kind)
+    problem = PlanningProblem(profile=profile, num_microbatches=1, cluster=cluster, max_failures=0)
     costs = LayerCosts(problem, shard, awaits_sends=False)
-    memory = StageMemory(problem, costs, 0)
-    at_once = StageMemory(replace(problem, schedule=ScheduleKind.ONE_F_ONE_B), costs, 0)
+    memory, at_once = (
+        StageMemory(replace(problem, schedule=each), costs, 0, rising=False)
+        for each in (kind, ScheduleKind.ONE_F_ONE_B)
+    )
     firsts = spread.first_layers + 1
     ends = firsts + np.array(spread.stage_layers)
     arriving, handed_on = (np.array(each[0], dtype=np.int64) for each in (costs.arriving, costs.handed_on))

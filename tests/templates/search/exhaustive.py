@@ -112,10 +112,13 @@ def make_stage(
 
     bytes_of = StageBytes(profile, first, end, groups, degree)
     splits = problem.schedule in SPLIT_KINDS
-    plain = max(bytes_of.plain(before * turns, waiting * turns, splits=splits) for before, waiting in in_flight)
-    again = max(bytes_of.again(before * turns, waiting * turns) for before, waiting in in_flight)
+    rounds = [(before * turns, waiting * turns) for before, waiting in in_flight]
+    plain = max(bytes_of.plain(*each, splits=splits) for each in rounds)
+    again = max(bytes_of.again(*each) for each in rounds)
     limit = plain if cluster.memory_bytes is None else cluster.memory_bytes
     checkpointing = plain > limit
+    exact = StageBytes(profile, first, end, groups, degree, rising=False)
+    memory = max(exact.again(*each) if checkpointing else exact.plain(*each, splits=splits) for each in rounds)
     if checkpointing and (not problem.activation_checkpointing or again > limit):
         return None
     usable = range(sum(other <= cluster.devices_per_node for other in profile.tp_degrees) if round_size == 1 else 1)
@@ -136,7 +139,7 @@ def make_stage(
         backward += max(turns * nanoseconds(layer.backward_ms(q)), runs * gather + scatter)
     if checkpointing and any(layer.trainable or layer.input_gradient for layer in layers):
         backward += forward
-    per_round = turns * (bytes_of.each_again if checkpointing else bytes_of.each)
+    per_round = turns * (exact.each_again if checkpointing else exact.each)
     send = 0
     if first > 0:
         between = device % cluster.devices_per_node == 0
@@ -155,10 +158,8 @@ def make_stage(
         forward_ms=forward / 1e6,
         backward_ms=backward / 1e6,
         send_ms=send / 1e6,
-        memory_bytes=again if checkpointing else plain,
-        max_in_flight=_most_that_fit(
-            problem, again if checkpointing else plain, per_round, max(before for before, _ in in_flight)
-        ),
+        memory_bytes=memory,
+        max_in_flight=_most_that_fit(problem, memory, per_round, max(before for before, _ in in_flight)),
     )
 
 

@@ -27,7 +27,9 @@ class StageBytes:
         waiting_again: The same where layers run again: they do so in the first part.
     """
 
-    def __init__(self, profile: ModelProfile, first: int, end: int, groups: int = 1, degree: int = 1) -> None:
+    def __init__(
+        self, profile: ModelProfile, first: int, end: int, groups: int = 1, degree: int = 1, *, rising: bool = True
+    ) -> None:
         self._profile, self._first, self._groups = profile, first, groups
         self._layers = profile.layers[first:end]
         self._degree = degree
@@ -36,7 +38,8 @@ class StageBytes:
         self.held = self._held(first, end) + self.arriving + max(layer.read_bytes for layer in self._layers)
         self._costs = [layer.costs[q] for layer in self._layers]
         self._kept = [self._of_layer(k, q, is_first=k == first or groups > 1) for k in range(first, end)]
-        ends = range(1, len(self._layers) + 1)  # no stage holds less than one that ends before it
+        # for the search no stage holds less than one that ends before it
+        ends = range(1 if rising else len(self._layers), len(self._layers) + 1)
         self.handed_on = self._handed_on(ends[-1])
         self.each = max(sum(self._kept[:e]) + self._handed_on(e) for e in ends)
         self.each_again = max(self._inputs(e) + self._loaded(e) + self._handed_on(e) for e in ends)

@@ -47,7 +47,9 @@ def memory_taken(
     each: list[int] = []
     schedule = schedule_alone(problem.schedule, template, num_microbatches)
     for stage, actions in zip(template.stages, schedule.rows, strict=True):
-        of_stage = StageBytes(problem.profile, stage.first_layer, stage.end_layer, stage.shard, stage.tp_degree)
+        of_stage = StageBytes(
+            problem.profile, stage.first_layer, stage.end_layer, stage.shard, stage.tp_degree, rising=False
+        )
         again, turns = stage.checkpointing, template.round_size // stage.shard
         workspace = of_stage.split_workspace if problem.schedule in SPLIT_KINDS else of_stage.workspace
         held.append(of_stage.held + (of_stage.largest if again else workspace))

@@ -136,7 +136,7 @@ def test_rounds_are_what_the_schedule_runs_within_the_planned_memory() -> None:
     schedule = plan.schedule(0)
     assert pipeline.template.num_rounds(31) == 8
     stages = pipeline.template.stages
-    taken = [StageBytes(problem.profile, stage.first_layer, stage.end_layer, 4) for stage in stages]
+    taken = [StageBytes(problem.profile, stage.first_layer, stage.end_layer, 4, rising=False) for stage in stages]
     costs = ActionCosts(
         forward_ms=[stage.forward_ms for stage in stages],
         backward_input_ms=[stage.backward_ms for stage in stages],
