@@ -4,11 +4,16 @@ Owns what lies between the two. The gradients of inputs flow through those nodes
 input can be reached. A parameter hangs off one of these nodes, its *anchor*: with the gradient that arrives there, its
 own needs nothing of the rest of the graph. So the first part notes what arrives at the anchors, the second goes from
 each anchor to its parameters, and nothing is computed twice.
+
+A parameter that is used several times hangs off several anchors, of which one may lie behind another: a backward to the
+parameter would pass both. So the second part goes from each to the node beside it that leads to the parameter, and on
+from all of these together. That takes a node of each anchor's own (a linear layer turns its matrix around, and that is
+one). Where the parameter itself is beside the anchor (a bias, a norm's scale), its gradient is made in the first part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +32,31 @@ class _Piece:
     gradients: Sequence[Tensor | None]
     parameters: Sequence[Tensor]
 
+    def accumulate(self) -> None:
+        torch.autograd.backward(self.outputs, self.gradients, inputs=self.parameters)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Backwards from several anchors, with what arrived there, each by edges of its own, to the same ``parameters``."""
+
+    arrived: Sequence[Mapping[GradientEdge, Tensor]]
+    edges: Sequence[Sequence[GradientEdge]]
+    parameters: Sequence[Tensor]
+
+    @property
+    def gradients(self) -> Sequence[Tensor]:
+        return [gradient for at_anchor in self.arrived for gradient in at_anchor.values()]
+
+    def accumulate(self) -> None:
+        reached: dict[GradientEdge, Tensor] = {}
+        for at_anchor, edges in zip(self.arrived, self.edges, strict=True):
+            # other pieces begin at the same anchors
+            given = list(at_anchor.values())
+            found = torch.autograd.grad(list(at_anchor), edges, given, retain_graph=True, allow_unused=True)
+            reached |= {edge: each for edge, each in zip(edges, found, strict=True) if each is not None}
+        torch.autograd.backward(list(reached), list(reached.values()), retain_graph=True, inputs=self.parameters)
+
 
 @dataclass(frozen=True)
 class Deferred:
@@ -37,7 +67,7 @@ class Deferred:
         outputs: What is differentiated: nodes alone do not keep their graph alive.
     """
 
-    pieces: Sequence[_Piece] = ()
+    pieces: Sequence[_Piece | _Joined] = ()
     outputs: Sequence[Tensor] = ()
 
     @property
@@ -50,7 +80,7 @@ class Deferred:
     def accumulate(self) -> None:
         """Add to the parameters' gradients; called once."""
         for piece in self.pieces:
-            torch.autograd.backward(piece.outputs, piece.gradients, inputs=piece.parameters)
+            piece.accumulate()
 
 
 def differentiate_inputs(
@@ -75,22 +105,29 @@ def differentiate_inputs(
         return (), Deferred([_Piece(outputs, gradients, parameters)] if outputs and parameters else [])
     if not outputs:
         return [None] * len(inputs), Deferred()
-    anchored, several = _anchors(outputs, inputs, parameters)
+    hanging = _hanging(outputs, inputs, parameters)
     arrived: dict[Node, _Arrived] = {}
-    handles = [node.register_prehook(partial(_note, arrived, node)) for node in anchored if node is not None]
-    keeps_graph = bool(anchored)
-    found = torch.autograd.grad(outputs, [*inputs, *several], gradients, retain_graph=keeps_graph, allow_unused=True)
+    handles = [anchor.register_prehook(partial(_note, arrived, anchor)) for anchor in hanging.anchors()]
+    direct = hanging.direct
+    keeps_graph = bool(hanging.single or hanging.joined)
+    found = torch.autograd.grad(outputs, [*inputs, *direct], gradients, retain_graph=keeps_graph, allow_unused=True)
     for handle in handles:
         handle.remove()
-    ready = zip(several, found[len(inputs) :], strict=True)
-    pieces = [_Piece([leaf], [gradient], [leaf]) for leaf, gradient in ready if gradient is not None]
-    for node, hanging in anchored.items():
-        if node is None:
-            pieces.append(_Piece(outputs, gradients, hanging))
-            continue
-        there = {number: grad for number, grad in enumerate(arrived.get(node, ())) if grad is not None}
-        if there:
-            pieces.append(_Piece([GradientEdge(node, number) for number in there], list(there.values()), hanging))
+    at = {
+        anchor: {GradientEdge(anchor, number): grad for number, grad in enumerate(there) if grad is not None}
+        for anchor, there in arrived.items()
+    }
+    ready = zip(direct, found[len(inputs) :], strict=True)
+    pieces: list[_Piece | _Joined] = [_Piece([leaf], [grad], [leaf]) for leaf, grad in ready if grad is not None]
+    for edges, leaves in hanging.joined.items():
+        reached = {anchor: own for anchor, own in edges if at.get(anchor)}
+        if reached:
+            pieces.append(_Joined([at[anchor] for anchor in reached], list(reached.values()), leaves))
+    for anchor, leaves in hanging.single.items():
+        if anchor is None:
+            pieces.append(_Piece(outputs, gradients, leaves))
+        elif at.get(anchor):
+            pieces.append(_Piece(list(at[anchor]), list(at[anchor].values()), leaves))
     return found[: len(inputs)], Deferred(pieces, outputs if keeps_graph else ())
 
 
@@ -98,14 +135,27 @@ def _note(arrived: dict[Node, _Arrived], node: Node, gradients: _Arrived) -> Non
     arrived[node] = gradients
 
 
-def _anchors(
-    outputs: Iterable[Tensor], inputs: Iterable[Tensor], parameters: Iterable[Tensor]
-) -> tuple[dict[Node | None, list[Tensor]], list[Tensor]]:
-    """Return the parameters by anchor, last layers first, and those that hang off several.
+@dataclass(frozen=True)
+class _Hanging:
+    """What parameters hang off.
 
-    Of several anchors one may lie behind another, and a backward from that one would pass both. Such parameters (a
-    matrix that is used twice) are few. The anchor None stands for the outputs from which no input is reached.
+    Attributes:
+        single: Those of one anchor, last layers first. The anchor None stands for the outputs from which no input is
+            reached.
+        joined: Those of several, by each of these with its edges that lead to them.
+        direct: The rest of those of several.
     """
+
+    single: dict[Node | None, list[Tensor]]
+    joined: dict[tuple[tuple[Node, tuple[GradientEdge, ...]], ...], list[Tensor]]
+    direct: list[Tensor]
+
+    def anchors(self) -> set[Node]:
+        single = {anchor for anchor in self.single if anchor is not None}
+        return single.union(anchor for edges in self.joined for anchor, _ in edges)
+
+
+def _hanging(outputs: Iterable[Tensor], inputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> _Hanging:
     roots = [get_gradient_edge(output).node for output in outputs]
     targets = {get_gradient_edge(leaf).node for leaf in inputs}
     leaves = {get_gradient_edge(leaf).node: leaf for leaf in parameters}
@@ -119,17 +169,38 @@ def _anchors(
     for node in reversed(order):
         if node in through:
             sides[node] = [child for child in children[node] if child not in through]
-    anchors_of: dict[Node, list[Node | None]] = {leaf: [] for leaf in leaves}
+    anchors_of: dict[Node, list[Node | None]] = {}
     for anchor, side in sides.items():
         for node in _children_first(side, children):
-            if node in leaves:
-                anchors_of[node].append(anchor)
-    anchored: dict[Node | None, list[Tensor]] = {}
-    for leaf, anchors in anchors_of.items():
+            anchors_of.setdefault(node, []).append(anchor)
+    hanging = _Hanging({anchor: [] for anchor in sides}, {}, [])
+    for node, leaf in leaves.items():
+        anchors = anchors_of.get(node, [])
         if len(anchors) == 1:
-            anchored.setdefault(anchors[0], []).append(leaves[leaf])
-    several = [leaves[leaf] for leaf, anchors in anchors_of.items() if len(anchors) > 1]
-    return {anchor: anchored[anchor] for anchor in sides if anchor in anchored}, several
+            hanging.single[anchors[0]].append(leaf)
+        elif anchors:
+            edges = [_own_edges(anchor, node, anchors_of, children) for anchor in anchors]
+            if all(edges):
+                hanging.joined.setdefault(tuple(filter(None, edges)), []).append(leaf)
+            else:
+                hanging.direct.append(leaf)
+    for anchor in [anchor for anchor, hangs in hanging.single.items() if not hangs]:
+        del hanging.single[anchor]
+    return hanging
+
+
+def _own_edges(
+    anchor: Node | None, leaf: Node, anchors_of: Mapping[Node, Sequence[Node | None]], children: dict[Node, list[Node]]
+) -> tuple[Node, tuple[GradientEdge, ...]] | None:
+    """Return an anchor with its edges to a leaf; None where one of these leads to a node that others lead to, too."""
+    if anchor is None:
+        return None
+    edges = [
+        GradientEdge(child, number)
+        for child, number in anchor.next_functions
+        if child is not None and child in anchors_of and leaf in _children_first([child], children)
+    ]
+    return (anchor, tuple(edges)) if all(anchors_of[edge.node] == [anchor] for edge in edges) else None
 
 
 def _children_first(roots: Iterable[Node], children: dict[Node, list[Node]]) -> list[Node]:

@@ -60,6 +60,22 @@ def used_twice_side_by_side(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
     return [m.a(x) + m.a(2 * y)]
 
 
+def used_thrice_behind_more(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    def scaled(x: Tensor) -> Tensor:
+        return functional.linear(x, torch.cat([m.a.weight[:2] * m.scale, m.b.weight[2:].exp()]), m.scale)
+
+    return [scaled(m.a(torch.tanh(scaled(m.norm(x))))), scaled(y)]
+
+
+def made_once_used_twice(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    matrix = m.a.weight * m.scale
+    return [torch.tanh(x @ matrix) @ matrix * m.b(y)]
+
+
+def used_here_and_aside(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    return [m.a(m.table(torch.arange(4))), m.a(m.a(x))]
+
+
 def several_outputs(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
     hidden = m.a(x)
     return [m.b(hidden), m.c(hidden), hidden, x]
@@ -93,7 +109,8 @@ def split_then_joined(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
 
 
 CASES = [
-    chain, attention, used_twice_in_a_row, used_twice_side_by_side, several_outputs, output_aside, aside_joins,
+    chain, attention, used_twice_in_a_row, used_twice_side_by_side, used_thrice_behind_more, made_once_used_twice,
+    used_here_and_aside, several_outputs, output_aside, aside_joins,
     written_in_python, one_input_unused, no_parameter, split_then_joined,
 ]  # fmt: skip
 
@@ -137,7 +154,10 @@ def test_both_parts_together_are_the_whole(forward: Forward, frozen: str) -> Non
     torch.testing.assert_close(named_gradients(split), named_gradients(whole), rtol=1e-12, atol=1e-14)
 
 
-def test_both_parts_compute_no_more_than_the_whole() -> None:
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_both_parts_compute_no_more_than_the_whole(num_layers: int) -> None:
+    """Of five layers, some are the same one."""
+
     def run(layers: nn.Sequential, *, split: bool) -> list[int]:
         received = torch.randn(2, 8, requires_grad=True)
         output = layers(received)
@@ -152,7 +172,8 @@ def test_both_parts_compute_no_more_than_the_whole() -> None:
             flops.append(counter.get_total_flops())
         return flops
 
-    layers = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(8, 8), nn.Tanh())))
+    linear = [nn.Linear(8, 8) for _ in range(num_layers)]
+    layers = nn.Sequential(*(part for i in range(5) for part in (linear[i % num_layers], nn.Tanh())))
     (whole,) = run(layers, split=False)
     assert run(layers, split=True) == [whole / 2, whole]
 
