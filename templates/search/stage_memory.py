@@ -34,7 +34,8 @@ class StageMemory:
             microbatch. [L, L + 1]
         kept: Of each microbatch in flight, with what is handed on, until its backward or the first part of it is over.
             [L, L + 1]
-        inputs: The same where layers run again, which keep their inputs alone, and what was loaded. [L, L + 1]
+        inputs: The same where layers run again, which keep their inputs alone, and what was loaded. (A layer behind the
+            first one that keeps nothing at all lets go of its input; that counts nevertheless.) [L, L + 1]
         waiting: Of each microbatch between the two parts of a split backward: as much, and the gradients that wait at
             parameters, without the one that came back. Nothing where the second part has nothing to do, and no more
             than before where the first has not, as no input wants a gradient. [L, L + 1]

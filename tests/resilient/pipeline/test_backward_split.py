@@ -110,8 +110,8 @@ def split_then_joined(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
 
 CASES = [
     chain, attention, used_twice_in_a_row, used_twice_side_by_side, used_thrice_behind_more, made_once_used_twice,
-    used_here_and_aside, several_outputs, output_aside, aside_joins,
-    written_in_python, one_input_unused, no_parameter, split_then_joined,
+    used_here_and_aside, several_outputs, output_aside, aside_joins, written_in_python, one_input_unused,
+    no_parameter, split_then_joined,
 ]  # fmt: skip
 
 

@@ -106,6 +106,17 @@ def rectified() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
 
 
+class Twice(nn.Module):
+    """A block that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))
+
+
 def partly_frozen(make: Callable[[], nn.Module], *frozen: int, num_layers: int = 6, microbatch: int = 64) -> Job:
     """Layers of one kind, some of which are frozen."""
     layers = [lambda index=index: make().requires_grad_(index not in frozen) for index in range(num_layers)]

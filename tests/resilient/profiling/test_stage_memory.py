@@ -31,6 +31,7 @@ from tests.resilient.profiling.jobs_of_stages import (
     TOKENS,
     WIDTH,
     GatedBlock,
+    Twice,
     apart,
     chain,
     convolutions,
@@ -63,6 +64,7 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
         "large rectified": partly_frozen(rectified, microbatch=LARGE),
         "large rectified, a frozen stage": partly_frozen(rectified, 2, 3, microbatch=LARGE),
         "large normed": partly_frozen(normed, microbatch=LARGE),
+        "large twice": partly_frozen(Twice, microbatch=LARGE),
         "parts": apart(LARGE),
         "widened": widened(),
         "narrow": narrow(),
@@ -207,7 +209,7 @@ def test_planned_memory_of_split_backwards_where_layers_run_again_is_what_is_all
 @pytest.mark.parametrize(
     ("name", "row"),
     [
-        *((name, row) for name in ("large rectified", "large normed", "parts") for row in range(3)),
+        *((name, row) for name in ("large rectified", "large normed", "large twice", "parts") for row in range(3)),
         ("large rectified, a frozen stage", 1),
     ],
 )
