@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,20 +17,25 @@ from resilient.runtime.job import Job
 from tests.resilient.small import make_job
 
 WIDTH, VOCABULARY, TOKENS = 256, 512, 64
-LARGE = 256
-"""Samples of a microbatch whose activations are much more than its layers' states."""
+LARGE = 32
+"""Points of a sample with which a microbatch's activations are much more than its layers' states."""
 
 
 class Points:
+    """Samples of one point or several."""
+
+    def __init__(self, *num_points: int) -> None:
+        self._shape = num_points
+
     def __len__(self) -> int:
         return 8 * 512
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        values = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
-        return {"input": values, "labels": torch.tensor(index % WIDTH)}
+        values = torch.randn(*self._shape, WIDTH, generator=torch.Generator().manual_seed(index))
+        return {"input": values, "labels": torch.full(self._shape, index % WIDTH)}
 
     def num_targets(self, index: int) -> int:
-        return 1
+        return math.prod(self._shape)
 
 
 class Texts:
@@ -45,7 +51,7 @@ class Texts:
 
 
 def summed_loss(output: Tensor, batch: Batch) -> Tensor:
-    return nn.functional.cross_entropy(output, batch["labels"], reduction="sum")
+    return nn.functional.cross_entropy(output.flatten(0, -2), batch["labels"].flatten(), reduction="sum")
 
 
 def chain() -> Job:
@@ -86,7 +92,7 @@ def normed() -> nn.Module:
 
 
 class GatedBlock(nn.Module):
-    """A block of Llama's kind, for which a sample is a sequence of four tokens."""
+    """A block of Llama's kind, for which a point is a sequence of four tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,11 +100,11 @@ class GatedBlock(nn.Module):
         self.mix, self.out, self.up, self.down = (nn.Linear(*of) for of in [(64, 192), (64, 64), (64, 344), (172, 64)])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (4, 64))
+        shape, x = x.shape, x.view(-1, 4, 64)
         query, key, value = self.mix(self.before(x)).unflatten(-1, (3, 4, -1)).transpose(1, 3).unbind(2)
         x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
         gate, up = self.up(self.between(x)).chunk(2, dim=-1)
-        return (x + self.down(nn.functional.silu(gate) * up)).flatten(1)
+        return (x + self.down(nn.functional.silu(gate) * up)).view(shape)
 
 
 def rectified() -> nn.Module:
@@ -117,14 +123,14 @@ class Twice(nn.Module):
         return self.block(self.block(x))
 
 
-def partly_frozen(make: Callable[[], nn.Module], *frozen: int, num_layers: int = 6, microbatch: int = 64) -> Job:
-    """Layers of one kind, some of which are frozen."""
-    layers = [lambda index=index: make().requires_grad_(index not in frozen) for index in range(num_layers)]
-    sizes = {"microbatch": microbatch, "global_batch": 8 * microbatch}
-    return make_job(model=Chain(layers, summed_loss), dataset=Points(), precision="fp32", **sizes)
+def partly_frozen(layers: Sequence[Callable[[], nn.Module]], *frozen: int, num_points: int = 8) -> Job:
+    """Layers some of which are frozen, with samples of some points."""
+    made = [lambda index=index: layers[index]().requires_grad_(index not in frozen) for index in range(len(layers))]
+    data = {"dataset": Points(num_points), "microbatch": 8, "global_batch": 64}
+    return make_job(model=Chain(made, summed_loss), precision="fp32", **data)
 
 
-def apart(microbatch: int) -> Job:
+def parts() -> Sequence[Callable[[], nn.Module]]:
     """Layers that hand on a part of what they make, and much or little of it."""
 
     class Part(nn.Module):
@@ -133,12 +139,10 @@ def apart(microbatch: int) -> Job:
             self.matrix, self.handed = nn.Linear(entering, made), handed
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.matrix(x)[:, : self.handed]
+            return self.matrix(x)[..., : self.handed]
 
     sizes = [(WIDTH, 512, 512), (512, 256, 16), (16, 1024, 512), (512, 512, 32), (32, 1024, 1024), (1024, WIDTH, WIDTH)]
-    layers = [lambda each=each: Part(*each) for each in sizes]
-    model = Chain(layers, summed_loss)
-    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=microbatch, global_batch=8 * microbatch)
+    return [lambda each=each: Part(*each) for each in sizes]
 
 
 def widened() -> Job:
