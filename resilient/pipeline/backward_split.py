@@ -192,15 +192,21 @@ def _hanging(outputs: Iterable[Tensor], inputs: Iterable[Tensor], parameters: It
 def _own_edges(
     anchor: Node | None, leaf: Node, anchors_of: Mapping[Node, Sequence[Node | None]], children: dict[Node, list[Node]]
 ) -> tuple[Node, tuple[GradientEdge, ...]] | None:
-    """Return an anchor with its edges to a leaf; None where one of these leads to a node that others lead to, too."""
+    """Return an anchor with its edges to a leaf; None where one of these leads to a node that others lead to, too.
+
+    These others are another anchor's edges, or another of its own: what goes on from both would pass the node twice.
+    """
     if anchor is None:
         return None
-    edges = [
-        GradientEdge(child, number)
+    behind = {
+        GradientEdge(child, number): _children_first([child], children)
         for child, number in anchor.next_functions
-        if child is not None and child in anchors_of and leaf in _children_first([child], children)
-    ]
-    return (anchor, tuple(edges)) if all(anchors_of[edge.node] == [anchor] for edge in edges) else None
+        if child is not None and child in anchors_of
+    }
+    edges = [edge for edge, order in behind.items() if leaf in order]
+    shared = any(anchors_of[edge.node] != [anchor] for edge in edges)
+    nested = any(edge.node in order[:-1] for edge in edges for order in behind.values())
+    return None if shared or nested else (anchor, tuple(edges))
 
 
 def _children_first(roots: Iterable[Node], children: dict[Node, list[Node]]) -> list[Node]:

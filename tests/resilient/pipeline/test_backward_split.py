@@ -72,6 +72,13 @@ def made_once_used_twice(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
     return [torch.tanh(x @ matrix) @ matrix * m.b(y)]
 
 
+def one_way_to_it_leads_to_the_other(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    for _ in range(2):
+        scale = m.scale.exp()
+        x = torch.addcmul(torch.tanh(x), scale, 2 * scale)
+    return [x * y]
+
+
 def used_here_and_aside(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
     return [m.a(m.table(torch.arange(4))), m.a(m.a(x))]
 
@@ -110,8 +117,8 @@ def split_then_joined(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
 
 CASES = [
     chain, attention, used_twice_in_a_row, used_twice_side_by_side, used_thrice_behind_more, made_once_used_twice,
-    used_here_and_aside, several_outputs, output_aside, aside_joins, written_in_python, one_input_unused,
-    no_parameter, split_then_joined,
+    one_way_to_it_leads_to_the_other, used_here_and_aside, several_outputs, output_aside, aside_joins,
+    written_in_python, one_input_unused, no_parameter, split_then_joined,
 ]  # fmt: skip
 
 
