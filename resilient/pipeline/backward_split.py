@@ -9,11 +9,14 @@ A parameter that is used several times hangs off several anchors, of which one m
 parameter would pass both. So the second part goes from each to the node beside it that leads to the parameter, and on
 from all of these together. That takes a node of each anchor's own (a linear layer turns its matrix around, and that is
 one). Where the parameter itself is beside the anchor (a bias, a norm's scale), its gradient is made in the first part.
+
+Hooks on tensors see what arrives there in both parts; what they make of it counts once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,16 +27,51 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 _Arrived = tuple[Tensor | None, ...]
 
 
+@contextmanager
+def _as_they_are(arrived: Mapping[GradientEdge, Tensor]) -> Iterator[None]:
+    """Let gradients that hooks of their nodes have already seen pass these unchanged."""
+    of_nodes: dict[Node, dict[int, Tensor]] = {}
+    for edge, gradient in arrived.items():
+        of_nodes.setdefault(edge.node, {})[edge.output_nr] = gradient
+    # it runs after all that are there already
+    handles = [node.register_prehook(partial(_put_back, seen)) for node, seen in of_nodes.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _put_back(seen: Mapping[int, Tensor], gradients: _Arrived) -> _Arrived:
+    return tuple(seen.get(number, gradient) for number, gradient in enumerate(gradients))
+
+
 @dataclass(frozen=True)
-class _Piece:
+class _Whole:
     """A backward from ``outputs`` with ``gradients`` to ``parameters``."""
 
-    outputs: Sequence[Tensor] | Sequence[GradientEdge]
+    outputs: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     parameters: Sequence[Tensor]
 
     def accumulate(self) -> None:
         torch.autograd.backward(self.outputs, self.gradients, inputs=self.parameters)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A backward from one node, with what ``arrived`` there, to ``parameters``."""
+
+    arrived: Mapping[GradientEdge, Tensor]
+    parameters: Sequence[Tensor]
+
+    @property
+    def gradients(self) -> Sequence[Tensor]:
+        return list(self.arrived.values())
+
+    def accumulate(self) -> None:
+        with _as_they_are(self.arrived):
+            torch.autograd.backward(list(self.arrived), self.gradients, inputs=self.parameters)
 
 
 @dataclass(frozen=True)
@@ -53,9 +91,11 @@ class _Joined:
         for at_anchor, edges in zip(self.arrived, self.edges, strict=True):
             # other pieces begin at the same anchors
             given = list(at_anchor.values())
-            found = torch.autograd.grad(list(at_anchor), edges, given, retain_graph=True, allow_unused=True)
+            with _as_they_are(at_anchor):
+                found = torch.autograd.grad(list(at_anchor), edges, given, retain_graph=True, allow_unused=True)
             reached |= {edge: each for edge, each in zip(edges, found, strict=True) if each is not None}
-        torch.autograd.backward(list(reached), list(reached.values()), retain_graph=True, inputs=self.parameters)
+        with _as_they_are(reached):
+            torch.autograd.backward(list(reached), list(reached.values()), retain_graph=True, inputs=self.parameters)
 
 
 @dataclass(frozen=True)
@@ -67,7 +107,7 @@ class Deferred:
         outputs: What is differentiated: nodes alone do not keep their graph alive.
     """
 
-    pieces: Sequence[_Piece | _Joined] = ()
+    pieces: Sequence[_Whole | _Piece | _Joined] = ()
     outputs: Sequence[Tensor] = ()
 
     @property
@@ -102,7 +142,7 @@ def differentiate_inputs(
         graph, the graph is free.
     """
     if not inputs:
-        return (), Deferred([_Piece(outputs, gradients, parameters)] if outputs and parameters else [])
+        return (), Deferred([_Whole(outputs, gradients, parameters)] if outputs and parameters else [])
     if not outputs:
         return [None] * len(inputs), Deferred()
     hanging = _hanging(outputs, inputs, parameters)
@@ -118,16 +158,18 @@ def differentiate_inputs(
         for anchor, there in arrived.items()
     }
     ready = zip(direct, found[len(inputs) :], strict=True)
-    pieces: list[_Piece | _Joined] = [_Piece([leaf], [grad], [leaf]) for leaf, grad in ready if grad is not None]
+    pieces: list[_Whole | _Piece | _Joined] = [
+        _Piece({get_gradient_edge(leaf): grad}, [leaf]) for leaf, grad in ready if grad is not None
+    ]
     for edges, leaves in hanging.joined.items():
         reached = {anchor: own for anchor, own in edges if at.get(anchor)}
         if reached:
             pieces.append(_Joined([at[anchor] for anchor in reached], list(reached.values()), leaves))
     for anchor, leaves in hanging.single.items():
         if anchor is None:
-            pieces.append(_Piece(outputs, gradients, leaves))
+            pieces.append(_Whole(outputs, gradients, leaves))
         elif at.get(anchor):
-            pieces.append(_Piece(list(at[anchor]), list(at[anchor].values()), leaves))
+            pieces.append(_Piece(at[anchor], leaves))
     return found[: len(inputs)], Deferred(pieces, outputs if keeps_graph else ())
 
 

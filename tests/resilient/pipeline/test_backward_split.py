@@ -79,6 +79,14 @@ def one_way_to_it_leads_to_the_other(m: Case, x: Tensor, y: Tensor) -> Sequence[
     return [x * y]
 
 
+def hooked(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    matrix = m.b.weight.exp()
+    made = [m.a(x), m.a(y), m.norm(x), m.norm(y)]
+    for each in [matrix, *made]:
+        each.register_hook(lambda grad: 0.5 * grad)
+    return [torch.tanh(made[0] @ matrix + made[1]) @ matrix, made[2] * made[3]]
+
+
 def used_here_and_aside(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
     return [m.a(m.table(torch.arange(4))), m.a(m.a(x))]
 
@@ -118,7 +126,7 @@ def split_then_joined(m: Case, x: Tensor, y: Tensor) -> Sequence[Tensor]:
 CASES = [
     chain, attention, used_twice_in_a_row, used_twice_side_by_side, used_thrice_behind_more, made_once_used_twice,
     one_way_to_it_leads_to_the_other, used_here_and_aside, several_outputs, output_aside, aside_joins,
-    written_in_python, one_input_unused, no_parameter, split_then_joined,
+    written_in_python, one_input_unused, no_parameter, split_then_joined, hooked,
 ]  # fmt: skip
 
 
@@ -159,6 +167,16 @@ def test_both_parts_together_are_the_whole(forward: Forward, frozen: str) -> Non
         in_two_parts(split, forward, inputs()), at_once(whole, forward, inputs()), rtol=1e-12, atol=1e-14
     )
     torch.testing.assert_close(named_gradients(split), named_gradients(whole), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("hooked", ["a.weight", "a.bias"])
+def test_what_hooks_on_parameters_make_of_gradients_counts_once(hooked: str) -> None:
+    whole, split = Case(), Case()
+    for module in (whole, split):
+        module.get_parameter(hooked).register_hook(lambda grad: 0.5 * grad)
+    at_once(whole, used_twice_in_a_row, inputs())
+    in_two_parts(split, used_twice_in_a_row, inputs())
+    torch.testing.assert_close(named_gradients(split), named_gradients(whole), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
