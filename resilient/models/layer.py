@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from resilient.models.compiled_layers import keep_saved_tensors
 from resilient.models.tensor_parallel.devices import TensorDevices
 
 Activations = dict[str, Tensor]
@@ -179,6 +180,7 @@ def initialize_layer(spec: LayerSpec, seed: int, dtype: torch.dtype = torch.floa
     module.to(dtype)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         tensor.data = tensor.data.to(own.get(name, tensor.dtype))
+    keep_saved_tensors()
     return module
 
 

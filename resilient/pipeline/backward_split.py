@@ -9,6 +9,7 @@ A parameter that is used several times hangs off several anchors, of which one m
 parameter would pass both. So the second part goes from each to the node beside it that leads to the parameter, and on
 from all of these together. That takes a node of each anchor's own (a linear layer turns its matrix around, and that is
 one). Where the parameter itself is beside the anchor (a bias, a norm's scale), its gradient is made in the first part.
+So it is beside a function that is written in Python, as a compiled layer is: that makes all its gradients at once.
 
 Hooks on tensors see what arrives there in both parts; what they make of it counts once.
 """
@@ -22,6 +23,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _Arrived = tuple[Tensor | None, ...]
@@ -185,7 +187,7 @@ class _Hanging:
         single: Those of one anchor, last layers first. The anchor None stands for the outputs from which no input is
             reached.
         joined: Those of several, by each of these with its edges that lead to them.
-        direct: The rest of those of several.
+        direct: Those whose gradients are made in the first part.
     """
 
     single: dict[Node | None, list[Tensor]]
@@ -219,7 +221,8 @@ def _hanging(outputs: Iterable[Tensor], inputs: Iterable[Tensor], parameters: It
     for node, leaf in leaves.items():
         anchors = anchors_of.get(node, [])
         if len(anchors) == 1:
-            hanging.single[anchors[0]].append(leaf)
+            at_once = isinstance(anchors[0], BackwardCFunction) and node in children[anchors[0]]
+            (hanging.direct if at_once else hanging.single[anchors[0]]).append(leaf)
         elif anchors:
             edges = [_own_edges(anchor, node, anchors_of, children) for anchor in anchors]
             if all(edges):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from resilient.emulation.device import DEVICE
+from resilient.models.compiled_layers import as_it_is
 from resilient.models.layer import Activations, Batch, LayerSpec, Model, initialize_layer
 from resilient.models.summed_loss import loss_behind
 from resilient.pipeline.backward_split import Deferred, differentiate_inputs
@@ -208,7 +209,7 @@ class LayerPass:
             kept[_address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(as_it_is(pack), lambda tensor: tensor):
             self._forward()
         # the graph is alive: no address stands for two storages
         handed_on = {_address(tensor) for tensor in self._sent.values()}

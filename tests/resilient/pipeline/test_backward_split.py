@@ -203,6 +203,25 @@ def test_both_parts_compute_no_more_than_the_whole(num_layers: int) -> None:
     assert run(layers, split=True) == [whole / 2, whole]
 
 
+def test_function_written_in_python_runs_once() -> None:
+    """It makes all its gradients whichever are asked for."""
+    calls: list[int] = []
+
+    class Counted(Scaled):
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+            calls.append(len(calls))
+            return Scaled.backward(ctx, *grads)
+
+    module = Case()
+    received = inputs()[0]
+    output: Any = Counted.apply(received, module.scale)
+    _, deferred = differentiate_inputs([output], [torch.ones_like(output)], [received], [module.scale])
+    assert module.scale.grad is None
+    deferred.accumulate()
+    assert (module.scale.grad is not None, calls) == (True, [0])
+
+
 def test_sums_can_start_at_each_parameter_and_microbatches_add_up() -> None:
     module = Case()
     final: list[str] = []
