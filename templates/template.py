@@ -220,13 +220,23 @@ class PipelineTemplate:
         return _rounded(self.line_ms(alone=True))
 
     @cached_property
-    def row_times(self) -> RowTimes:
-        """What the rows take."""
-        rows = (
+    def _rows_ms(self) -> list[tuple[int, float, float]]:
+        """The node of each row, what its stages take for a round, and what they fill."""
+        return [
             (row[0].node_index, math.fsum(s.stage_ms for s in row), math.fsum(s.filling_ms for s in row))
             for row in self.rows
-        )
-        node, busy, filling = zip(*rows, strict=True)
+        ]
+
+    @cached_property
+    def _stages_ms(self) -> list[tuple[LaneName, int, int, float]]:
+        """The lane of each stage, its row, its node, and what it fills."""
+        each = zip(self.stages, self.row_of, strict=True)
+        return [(stage.lane, row, stage.node_index, stage.filling_ms) for stage, row in each]
+
+    @cached_property
+    def row_times(self) -> RowTimes:
+        """What the rows take."""
+        node, busy, filling = zip(*self._rows_ms, strict=True)
         return RowTimes(np.array(node, dtype=np.int64), np.array(busy), np.array(filling))
 
     @cached_property
@@ -243,20 +253,17 @@ class PipelineTemplate:
         return self._line_ms((1.0,) * self.num_nodes)
 
     def _line_ms(self, node_factors: Sequence[float]) -> tuple[float, float]:
-        rows = (
-            (
-                math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index],
-                math.fsum(stage.filling_ms for stage in row) * node_factors[row[0].node_index],
-            )
-            for row in self.rows
-        )
-        slowest_row, (slowest, its_own) = max(enumerate(rows), key=lambda each: each[1])
+        rows = [
+            (busy_ms * node_factors[node], filling_ms * node_factors[node])
+            for node, busy_ms, filling_ms in self._rows_ms
+        ]
+        slowest, its_own = max(rows)
+        slowest_row = rows.index((slowest, its_own))
         chunks = Counter(stage.lane for stage in self.rows[slowest_row])
         lanes: dict[LaneName, list[float]] = {}
-        for stage, row in zip(self.stages, self.row_of, strict=True):
-            times_faster = chunks[stage.lane] if row != slowest_row and stage.lane in chunks else 1
-            filling_ms = stage.filling_ms * node_factors[stage.node_index] / times_faster
-            lanes.setdefault(stage.lane, []).append(filling_ms)
+        for lane, row, node, filling_ms in self._stages_ms:
+            times_faster = chunks[lane] if row != slowest_row and lane in chunks else 1
+            lanes.setdefault(lane, []).append(filling_ms * node_factors[node] / times_faster)
         units: dict[str, float] = {}
         for lane, times in lanes.items():
             units[lane.unit] = max(units.get(lane.unit, 0.0), math.fsum(times))

@@ -66,6 +66,27 @@ def latest_finish(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_m
 
 
 @compiled
+def first_done(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, counts: Ints) -> Ints:
+    """Return which of its lines each pipeline is done first with, of equal ones the first.
+
+    Args:
+        fill: Of the lines that there are. [rows, lines]
+        slowest: Likewise.
+        round_size: Likewise.
+        rows: The row of each pipeline.
+        counts: Its microbatches.
+    """
+    chosen = np.empty(len(rows), dtype=np.int64)
+    for index in range(len(rows)):
+        row, least = rows[index], _NEVER
+        for line in range(fill.shape[1]):
+            done_ns = fill[row, line] + -(-counts[index] // round_size[row, line]) * slowest[row, line]
+            if done_ns < least:
+                chosen[index], least = line, done_ns
+    return chosen
+
+
+@compiled
 def _num_each(rows: Ints, num_rows: int) -> Ints:
     """Return how many pipelines have each row: they get through the same, so only one of them is looked at."""
     num_each = np.zeros(num_rows, dtype=np.int64)

@@ -96,8 +96,10 @@ class LayoutChoices:
             counts: Their microbatches.
             alone: Whether there is only one.
         """
-        fill, slowest, round_size = self.lines(alone=alone).rows(choices)
-        return self._firsts[choices] + (fill + -(-counts[:, None] // round_size) * slowest).argmin(axis=1)
+        # Imported late: it loads numba, and most processes that import the planner never split a batch.
+        from resilient.templates.composition.split_time import first_done
+
+        return self._firsts[choices] + first_done(*self.lines(alone=alone), choices, counts)
 
 
 @lru_cache(maxsize=32)

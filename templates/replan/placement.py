@@ -27,6 +27,7 @@ from resilient.templates.template import PipelineTemplate
 
 _FREE = -1
 _NONE = -2
+_UNKNOWN = -3
 
 _NEAR = 1.05
 """The most that one node receives may be this many times the least that can be, where that copies less in all; and
@@ -80,6 +81,22 @@ class _Needs(NamedTuple):
     received: Ints
 
 
+class Seats(NamedTuple):
+    """Nodes in their places, before it is known what that takes.
+
+    Args:
+        nodes: Of each place the index of its node among the live ones, one target after the other. [places]
+        sizes: The number of places of each target.
+        needs: What they need.
+        lacking_domains: As of a :class:`Placement`.
+    """
+
+    nodes: Ints
+    sizes: Ints
+    needs: _Needs
+    lacking_domains: int
+
+
 class Placer:
     """Puts nodes into the places of new pipelines.
 
@@ -109,7 +126,7 @@ class Placer:
         lost = np.bincount(pipelines[~there], minlength=len(layouts))
         # A number for each layout of the old plan, and which of them those of targets have: pipelines are many, and
         # layouts few.
-        self._same_as: dict[int, int] = {}
+        self._same_as = _NOBODY
         self._same: dict[bytes, int] = {}
         same = [self._same.setdefault(layout.tobytes(), len(self._same)) for layout in layouts]
         self._most_complete_first = np.argsort(lost, kind="stable")
@@ -121,9 +138,8 @@ class Placer:
         self._wanted_domains = min(problem.max_failures + 1, len(numbers))
         self._bounds = AmountBounds()
         self._known_received: Ints = np.empty((0, len(self._has)), dtype=np.int64)
-        # Of parts for which they were asked, in so many cells of a byte.
-        self._known_prices: dict[int, Ints] = {}
-        self._cells = self._holdings.cells
+        # In so many cells of a byte.
+        self._known_prices, self._cells = self._known_received, self._holdings.cells
 
     def left(self, without: Collection[int]) -> Ints:
         """Return how many nodes of each pipeline of the old plan are there but for some. [pipelines]"""
@@ -137,16 +153,20 @@ class Placer:
         Of several that are left, the one that has lost fewest nodes goes first.
         """
         # All parts get their numbers here: which of equally good placements is taken does not depend on what is placed.
-        for number in dict.fromkeys(targets.numbers.tolist()):
-            if number not in self._same_as:
-                parts = self._holdings.number(targets.layouts[number])
-                self._same_as[number] = self._same.get(parts.tobytes(), _NONE)
+        unknown = np.full(len(targets.layouts) - len(self._same_as), _UNKNOWN)
+        self._same_as = np.concatenate((self._same_as, unknown))
+        numbers = targets.numbers[self._same_as[targets.numbers] == _UNKNOWN]
+        for number in dict.fromkeys(numbers.tolist()):
+            parts = self._holdings.number(targets.layouts[number])
+            self._same_as[number] = self._same.get(parts.tobytes(), _NONE)
         is_new = targets.continues == NEW
+        if not is_new.any():
+            return targets
         is_free = np.ones(len(self._old_sizes), dtype=np.bool_)
         is_free[targets.continues[~is_new]] = False
         is_free = is_free[self._most_complete_first]
         new, continues = np.flatnonzero(is_new), targets.continues.copy()
-        same = np.array([self._same_as[number] for number in targets.numbers[new].tolist()], dtype=np.int64)
+        same = self._same_as[targets.numbers[new]]
         for old in set(same.tolist()) - {_NONE}:
             wanting = new[same == old]
             left = self._most_complete_first[is_free & (self._same_first == old)][: len(wanting)]
@@ -161,6 +181,29 @@ class Placer:
         *,
         keeps_whole: bool = False,
     ) -> Placement:
+        """Return the :meth:`placement` of :meth:`seats`, with the arguments of that."""
+        return self.placement(self.seats(targets, pinned, without, keeps_whole=keeps_whole))
+
+    def placement(self, seats: Seats) -> Placement:
+        """Return which nodes are where, and what that takes."""
+        copied, busiest = self._volume(seats.nodes, seats.needs)
+        names = self._nodes[seats.nodes].tolist()
+        ends = accumulate(seats.sizes.tolist(), initial=0)
+        return Placement(
+            nodes=tuple(tuple(names[first:end]) for first, end in pairwise(ends)),
+            copied_bytes=copied,
+            busiest_bytes=busiest,
+            lacking_domains=seats.lacking_domains,
+        )
+
+    def seats(
+        self,
+        targets: Targets,
+        pinned: Mapping[int, int] | None = None,
+        without: Collection[int] = (),
+        *,
+        keeps_whole: bool = False,
+    ) -> Seats:
         """Place nodes; there must be enough of them.
 
         Of all placements one is taken whose copies are cheapest (:meth:`StateResidency.prices`); of places where a node
@@ -195,15 +238,7 @@ class Placer:
         lacking = 0
         if self._wanted_domains:
             chosen, lacking = self._spread(chosen, needs)
-        copied, busiest = self._volume(chosen, needs)
-        names = self._nodes[chosen].tolist()
-        ends = accumulate(sizes.tolist(), initial=0)
-        return Placement(
-            nodes=tuple(tuple(names[first:end]) for first, end in pairwise(ends)),
-            copied_bytes=copied,
-            busiest_bytes=busiest,
-            lacking_domains=lacking,
-        )
+        return Seats(chosen, sizes, needs, lacking)
 
     def copy_bounds(self, targets: Targets, without: Collection[int] = ()) -> tuple[Callable[[], tuple[int, int]], ...]:
         """Return bounds of :meth:`place`, with its arguments: what the busiest node and all nodes receive at least.
@@ -286,13 +321,12 @@ class Placer:
     def _prices(self, parts: Ints) -> Ints:
         """Return what nodes of each kind must receive (:meth:`StateResidency.prices`). [parts, kinds of nodes]"""
         if self._cells != self._holdings.cells:
-            self._known_prices, self._cells = {}, self._holdings.cells
-        numbers = parts.tolist()
-        unknown = [number for number in numbers if number not in self._known_prices]
-        if unknown:
-            rows = self._holdings.prices(np.array(unknown), self._has)
-            self._known_prices.update(zip(unknown, rows, strict=True))
-        return np.array([self._known_prices[number] for number in numbers])
+            self._known_prices, self._cells = self._known_prices[:0], self._holdings.cells
+        known = len(self._known_prices)
+        if known < self._holdings.num_parts:
+            more = self._holdings.prices(np.arange(known, self._holdings.num_parts), self._has)
+            self._known_prices = np.concatenate((self._known_prices, more))
+        return self._known_prices[parts]
 
     def _whole(self, chosen: Ints, needs: _Needs, sizes: Ints) -> Flags:
         """Return which places are of pipelines that receive nothing."""

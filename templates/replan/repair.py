@@ -132,6 +132,8 @@ class _Change:
         small = short[self._size[short] < self._n0]
         each = zip(small.tolist(), self._size[small].tolist(), self._wanted[small].tolist(), strict=True)
         for index, size, wanted in each:
+            if not self._spare:
+                break
             if size + self._spare >= self._n0:
                 self._extend(index, min(self._n0, wanted) - size)
         lacks = self._wanted[short] - self._size[short]
@@ -195,13 +197,16 @@ class _Change:
     def _merge(self, position: int) -> None:
         """Give a pipeline up: its nodes go to others below n0, or all to the smallest, or wherever there is room."""
         freed = int(self._size[position])
-        self._index, self._size = np.delete(self._index, position), np.delete(self._size, position)
+        self._index, self._size = (
+            np.concatenate((each[:position], each[position + 1 :])) for each in (self._index, self._size)
+        )
         self._merged = self._merged or freed > 0
         while freed:
             needy = self._least_needy()
-            if needy is not None:
-                self._size[needy] += 1
-                freed -= 1
+            if needy is not None:  # it is the largest below n0 until it has that many
+                taken = min(freed, self._n0 - int(self._size[needy]))
+                self._size[needy] += taken
+                freed -= taken
                 continue
             smallest = int(self._size.argmin())
             taken = min(freed, self._largest - int(self._size[smallest]))

@@ -213,7 +213,7 @@ def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[ReplanCandida
     """Yield the candidates in order; each stands in the queue with what it is at least, until it is the first."""
     ways = list(ways)
     fastest_ns = nanoseconds(fastest_ms(ways))
-    steps_ns = [nanoseconds(way.least_step_ms) for way in ways]
+    steps_ns = [nanoseconds(way.known_step_ms) for way in ways]
     num_equal = Counter(steps_ns)  # of those, copies decide
     # Lacking domains, the formula above times the fastest step (a whole number, so that no rounding decides), bytes.
     left: list[tuple[int, int, int, int, ReplanCandidate | None]] = [

@@ -32,7 +32,7 @@ from resilient.templates.composition.slow_nodes import compose_with_slow, search
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.layout_choices import LayoutChoices
-from resilient.templates.replan.placement import Placer, Targets
+from resilient.templates.replan.placement import Placer, Seats, Targets
 from resilient.templates.replan.repair import NEW, repairs
 from resilient.templates.replan.way import CandidateKind, ReplanCandidate, StepBounds, Way, fastest_ms
 from resilient.templates.search.template_sizes import TooFewNodes
@@ -94,7 +94,8 @@ class Situation:
         self._plan = _with_templates_of(templates, plan)
         self._layouts = LayoutChoices(templates, self._plan)
         self._live, self._slowdowns, self._has_domains = live, slowdowns, bool(domains)
-        slow = {node for node in live if slowdowns.get(node, 1.0) > 1}
+        self._factors = np.array([slowdowns.get(node, 1.0) for node in live], dtype=np.float64)
+        slow = [live[index] for index in np.flatnonzero(self._factors > 1).tolist()]
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
         self._placer = Placer(problem, self._plan, live, domains)
         self._left, self._slowed = cache(self._placer.left), cache(self._slowed_line)
@@ -124,7 +125,7 @@ class Situation:
         for way in found:
             if way.num_nodes == most:
                 yield way
-            elif way.least_step_ms < with_most_ms:
+            elif way.known_step_ms < with_most_ms:
                 yield way.shorter_than(with_most_ms)
 
     def _drop_longer(self, numbers: deque[int], step_ms: float) -> None:
@@ -280,16 +281,12 @@ class Situation:
         pinned, alone = self._pinned(change.wanted.slow, change.without), len(targets.numbers) == 1
         keeps_whole = change.kind != "composed"
         as_profiled = self._layouts.lines(alone=alone), self._layouts.single(targets.numbers)
-        place = cache(lambda: self._placer.place(targets, pinned, change.without, keeps_whole=keeps_whole))
+        seats = cache(lambda: self._placer.seats(targets, pinned, change.without, keeps_whole=keeps_whole))
 
         @cache
         def split() -> tuple[Ints, float]:
             table, rows = as_profiled
-            slowed: dict[int, Line] = {}
-            for index, nodes in enumerate(() if is_known else place().nodes):
-                if not self._slowdowns.keys().isdisjoint(nodes):
-                    factors = tuple(self._slowdowns.get(node, 1.0) for node in nodes)
-                    slowed[index] = self._slowed(int(targets.numbers[index]), factors, alone)
+            slowed = {} if is_known else self._slow_lines(targets, seats(), alone)
             if slowed:
                 rows = rows.copy()
                 rows[list(slowed)] = len(table.fill) + np.arange(len(slowed))
@@ -312,7 +309,7 @@ class Situation:
             return _copy_ms(self._problem.cluster.inter_node, busiest), copied
 
         def candidate() -> ReplanCandidate:
-            placement = place()
+            placement = self._placer.placement(seats())
             counts, step_ms = split()
             pipelines = tuple(
                 Pipeline(template=targets.layouts[number], nodes=on, num_microbatches=count)
@@ -334,6 +331,21 @@ class Situation:
             copy_bounds=tuple(partial(copies, each) for each in self._placer.copy_bounds(targets, change.without)),
             candidate=candidate,
         )
+
+    def _slow_lines(self, targets: Targets, seats: Seats, alone: bool) -> dict[int, Line]:
+        """Return the lines of the targets with slow nodes."""
+        factors, ends = self._factors[seats.nodes], seats.sizes.cumsum()
+        slow = np.unique(np.searchsorted(ends, np.flatnonzero(factors > 1), "right"))
+        each = zip(
+            slow.tolist(),
+            targets.numbers[slow].tolist(),
+            (ends - seats.sizes)[slow].tolist(),
+            ends[slow].tolist(),
+            strict=True,
+        )
+        return {
+            index: self._slowed(layout, tuple(factors[first:end].tolist()), alone) for index, layout, first, end in each
+        }
 
     def _stays(self, targets: Targets, without: frozenset[int], *, keeps_whole: bool) -> Ints:
         """Return which target each pipeline is that the placement leaves as it is, :data:`NEW` for none."""

@@ -20,6 +20,8 @@ from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Targets
 from resilient.templates.replan.repair import RepairKind
 
+_NEVER = 2**62
+
 CandidateKind = RepairKind | Literal["composed"]
 
 
@@ -71,6 +73,11 @@ class Way:
         """How long a step takes."""
         return self.least_step_ms if self.placed_step_ms is None else self.placed_step_ms()
 
+    @property
+    def known_step_ms(self) -> float:
+        """How long a step takes where :attr:`step_ms` was asked for before, else at least."""
+        return self.__dict__.get("step_ms", self.least_step_ms)
+
     def shorter_than(self, step_ms: float) -> Way:
         """Return this way, in which nodes stand by, but only if a step is shorter than the one with them."""
 
@@ -78,7 +85,7 @@ class Way:
             found = self.candidate() if self.step_ms < step_ms else None
             return found and replace(found, with_more_ms=step_ms)
 
-        return replace(self, candidate=candidate)
+        return replace(self, least_step_ms=self.known_step_ms, candidate=candidate)
 
 
 class StepBounds:
@@ -141,7 +148,7 @@ class StepBounds:
         rows[slow[are_known]] = first_slow + np.flatnonzero(are_known)
         settled = set[int]().union(*(self._slow_pipelines[index] for index in self._slow_indices[are_known].tolist()))
         least_ns = latest_ns(table, rows, self._num_microbatches)
-        return max(least_ns, self._least_of_others_ns(targets, known, settled, without)) / 1e6
+        return self._with_others_ns(least_ns, targets, known, settled, without) / 1e6
 
     def _all_lines(self, alone: bool) -> tuple[LineTable, int, int]:
         """Return the lines of all choices, then the least ones of layouts, then those of the pipelines with slow nodes.
@@ -155,12 +162,13 @@ class StepBounds:
         lines = [self._slowed(layout, each, alone) for layout, each in zip(layouts, factors, strict=True)]
         return (table.with_lines(lines) if lines else table), first_least, len(table.fill)
 
-    def _least_of_others_ns(
-        self, targets: Targets, known: Ints, settled: Collection[int], without: Collection[int]
+    def _with_others_ns(
+        self, least_ns: int, targets: Targets, known: Ints, settled: Collection[int], without: Collection[int]
     ) -> int:
-        """Return how long the pipelines take at least that are not known to stay: for the slowest node that they need.
+        """Return how long a step takes, where pipelines that are not known to stay need slow nodes.
 
         Args:
+            least_ns: How long it takes at least without these.
             targets: All pipelines.
             known: Those that are.
             settled: Their nodes, the slow ones at least.
@@ -169,12 +177,16 @@ class StepBounds:
         left_out = self._num_live - len(without) - int(self._layouts.num_nodes[targets.numbers].sum())
         slow = [node for node in self._slowest_first if node not in without and node not in settled]
         if left_out >= len(slow):
-            return 0
-        others = np.delete(targets.numbers, known)
-        if not len(others):
-            return 0
+            return least_ns
+        are_others = np.ones(len(targets.numbers), dtype=np.bool_)
+        are_others[known] = False
         factor, alone = self._slowdowns[slow[left_out]], len(targets.numbers) == 1
-        return min(self._least_finish_ns(layout, factor, alone) for layout in set(others.tolist()))
+        least_of_others_ns = _NEVER
+        for layout in targets.numbers[are_others].tolist():
+            least_of_others_ns = min(least_of_others_ns, self._least_finish_ns(layout, factor, alone))
+            if least_of_others_ns <= least_ns:  # soon, as a rule
+                return least_ns
+        return least_of_others_ns if are_others.any() else least_ns
 
 
 def fastest_ms(ways: Iterable[Way]) -> float:

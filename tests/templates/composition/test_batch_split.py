@@ -22,6 +22,7 @@ from resilient.templates.composition.batch_split import (
     slowed_line,
     split_microbatches,
 )
+from resilient.templates.composition.split_time import first_done
 from tests.templates.jobs import step_ns, template
 
 
@@ -122,6 +123,16 @@ def test_the_latest_finish_is_that_of_the_split(pipelines: list[Lines], more: in
     total = len(pipelines) + more
     latest = finishes(pipelines, split_microbatches(pipelines, total))[0]
     assert latest_ns(line_table(pipelines), np.arange(len(pipelines)), total) == latest
+
+
+@given(some_pipelines(1, 2, 3), st.data())
+def test_the_line_that_is_done_first_is_the_first_of_those_that_finish_then(
+    pipelines: list[Lines], data: st.DataObject
+) -> None:
+    counts = data.draw(st.lists(st.integers(1, 9), min_size=len(pipelines), max_size=len(pipelines)))
+    chosen = first_done(*line_table(pipelines), np.arange(len(pipelines)), np.array(counts))
+    times = [[line.finish_ns(count) for line in of] for of, count in zip(pipelines, counts, strict=True)]
+    assert chosen.tolist() == [each.index(min(each)) for each in times]
 
 
 def test_rounds_are_filled_before_new_ones_begin() -> None:

@@ -115,6 +115,37 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     assert list(found) == equal[:1]
 
 
+def test_a_way_whose_step_is_known_to_be_longer_is_no_candidate_before_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bound was lower, and its nodes were placed to learn which step is the shortest."""
+    asked: list[float] = []
+
+    def way(least_step_ms: float, step_ms: float) -> Way:
+        found = ReplanCandidate(
+            kind="composed", plan=plan_of(), copied_bytes=0, copy_ms=0.0, step_ms=step_ms, lacking_domains=0
+        )
+
+        def candidate() -> ReplanCandidate:
+            asked.append(step_ms)
+            return found
+
+        return Way(
+            least_step_ms=least_step_ms,
+            num_nodes=4,
+            placed_step_ms=lambda: step_ms,
+            copy_bounds=[lambda: (0.0, 0)],
+            candidate=candidate,
+        )
+
+    ways = [way(1.0, 4.0), way(1.0, 3.0), way(2.0, 2.0)]
+    monkeypatch.setattr(Situation, "ways", lambda _: iter(ways))
+    problem = PlanningProblem(profile=profile([1.0] * 6), num_microbatches=12)
+    found = replan_candidates(problem, plan_of(), range(4))
+    assert (next(found).step_ms, asked) == (2.0, [2.0])
+    assert [each.step_ms for each in found] == [3.0, 4.0]
+
+
 def test_of_pipelines_that_stay_it_is_known_what_their_slow_nodes_do() -> None:
     """Before anything is in its place; of others, that one has the slowest node that must be in use."""
     two = cut(3, 6)
