@@ -214,8 +214,8 @@ def test_copying_must_pay_until_the_next_failure(monkeypatch: pytest.MonkeyPatch
         assert replan_candidates(replace(problem, failure_interval_s=interval_s), before, live)[0].kind == kind
     # Where failures are rare, the shorter step cannot be caught up with: the nodes of no other way are placed.
     placed: list[int] = []
-    place = Placer.place
-    monkeypatch.setattr(Placer, "place", lambda *args, **more: placed.append(1) or place(*args, **more))
+    seats = Placer.seats
+    monkeypatch.setattr(Placer, "seats", lambda *args, **more: placed.append(1) or seats(*args, **more))
     replan(replace(problem, failure_interval_s=breaks_even_s * 9), before, live)
     assert len(placed) == 1
 
