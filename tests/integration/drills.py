@@ -32,8 +32,8 @@ LANGUAGE = "llm"
 LEAVES = "leaves"
 JOINER = "joiner"
 SHARDED, PARALLEL, ONE_DEVICE = "sharded", "tensor parallel", "one device"
-_MOST_STEPS = {True: 5, False: 25}
-"""Of one generation, until it is clear that a failure's moment as it begins, or in a step, does not come."""
+_MOST_STEPS = 25
+"""Of one generation, until it is clear that a failure's moment does not come: the coordinator may lag behind some."""
 
 _MOST_AGAIN = 3
 """How many drills of a job are done again, because a node stood by when it was to die."""
@@ -142,6 +142,7 @@ class Drills:
         self._drill: Drill | None = None
         self._awaited: set[int] = set()
         self._leaving: int | None = None
+        self._asked_to_leave: set[int] = set()
         self._is_over = False
         self.missed: list[str] = []
         self.killed: list[int] = []
@@ -151,7 +152,7 @@ class Drills:
         if event["kind"] == "generation":
             self._generation, self._steps = event, 0
             if self._leaving is not None:
-                launcher.remove_node(self._leaving)
+                self._ask_to_leave(launcher, self._leaving)
                 self._leaving = None
         elif event["kind"] == "node_connected":
             self._there.add(event["node"])
@@ -175,7 +176,8 @@ class Drills:
         has_yet_to_join = bool(coming) or not self._there - self._gone <= placed
         if left := self._awaited & placed:
             self._kill_who_does_something_else(launcher, left)
-            if self._drill is not None and not (self._drill.during and has_yet_to_join):
+            has_yet_to_change = has_yet_to_join or bool(left & self._asked_to_leave)
+            if self._drill is not None and not (self._drill.during and has_yet_to_change):
                 self._give_up(launcher, self._drill, left, is_idle=left <= standby)
             return
         if staying + coming < self._fewest + (self._left[0].num_lost if self._left else 0):
@@ -193,7 +195,7 @@ class Drills:
         if is_idle and self._num_again < _MOST_AGAIN:
             self._num_again += 1
             self._left.insert(0, drill)
-        elif is_idle or self._steps > _MOST_STEPS[bool(drill.during)]:
+        elif is_idle or self._steps > _MOST_STEPS:
             self.missed.append(f"{drill}: its moment did not come")
         else:
             return
@@ -228,7 +230,7 @@ class Drills:
             self._add_node(launcher)
         for node in other:
             if drill.during == "leave":
-                launcher.remove_node(node)
+                self._ask_to_leave(launcher, node)
             else:
                 self.killed.append(node)
                 launcher.inject(Injection(node=node, at_phase=drill.of_loss))
@@ -250,6 +252,10 @@ class Drills:
                 second = self._choose(spare)
                 return ([first, second], []) if drill.also else ([first], [second])
         return None
+
+    def _ask_to_leave(self, launcher: Launcher, node: int) -> None:
+        self._asked_to_leave.add(node)
+        launcher.remove_node(node)
 
     def _add_node(self, launcher: Launcher) -> None:
         self._num_started += 1
