@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,14 +28,19 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a tensor's values as bytes in host memory."""
+    return _values_of(tensor).data.cast("B")
+
+
+def _values_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor's values in host memory, where they lie together."""
     if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous() and not tensor.is_neg() and tensor.numel():
-        return tensor.detach().numpy().data.cast("B")
-    return tensor_bytes(tensor).cpu().numpy().data
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy()
+    return tensor_bytes(tensor).cpu().numpy()
 
 
 @lru_cache(maxsize=1 << 12)
-def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    return f"{dtype}{tuple(shape)}".encode()
+def _checksum_of_kind(dtype: torch.dtype, shape: torch.Size) -> int:
+    return xxhash.xxh3_64_intdigest(f"{dtype}{tuple(shape)}".encode())
 
 
 def entry_checksum(value: object) -> int:
@@ -42,18 +48,18 @@ def entry_checksum(value: object) -> int:
 
     Of objects that are neither numbers, text, arrays nor made of such, only the type counts.
     """
+    if isinstance(value, Tensor):  # first of all, and without the rest: samples have little else
+        return xxhash.xxh3_64_intdigest(_values_of(value), _checksum_of_kind(value.dtype, value.shape))
     hashed = xxhash.xxh3_64()
     _take_in(hashed, value)
     return hashed.intdigest()
 
 
 def _take_in(hashed: xxhash.xxh3_64, value: object) -> None:
-    if isinstance(value, Tensor):  # first of all, and without the rest: samples have little else
-        hashed.update(_kind_of(value.dtype, value.shape))
-        hashed.update(bytes_of(value))
-        return
     text, content, parts = "", memoryview(b""), list[object]()
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
+    if isinstance(value, Tensor):
+        text = f"tensor {entry_checksum(value)}"
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
         text, parts = f"objects{value.shape}", value.ravel().tolist()
     elif isinstance(value, np.ndarray | np.generic):
         text, content = f"{value.dtype}{value.shape}", memoryview(value.tobytes())

@@ -233,17 +233,18 @@ class MicrobatchReader:
         seed_generators(seed, epoch, index)
         sample = self._dataset[index]
         check_types(sample, name, is_stacked=self._collate is stack)
-        loaded: dict[str, Any] = {}
+        loaded = dict(sample)
         for entry, value in sample.items():
             if not isinstance(value, Tensor) and _is_lazy(value):
                 seed_generators(seed, epoch, index, entry)
-                value = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
-            loaded[entry] = value
+                loaded[entry] = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
         took_ms = 1000 * (time.perf_counter() - started)
         if not self._checked[index]:
             self._check(loaded, name)
             self._checked[index] = True
-        known = {entry: value for entry, value in loaded.items() if _has_values(value)}
+        known: Sample = loaded
+        if not all(map(_has_values, loaded.values())):
+            known = {entry: value for entry, value in loaded.items() if _has_values(value)}
         self._check_always(index, known, name)
         return Read(index=index, sample=loaded, ms=took_ms)
 

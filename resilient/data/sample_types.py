@@ -12,6 +12,8 @@ from resilient.common.arguments import described, kind_of
 from resilient.data.lazy import Lazy
 from resilient.errors import SampleError
 
+_LOADED = (Tensor, Lazy)
+
 
 def check_types(sample: Any, name: str, *, is_stacked: bool) -> None:
     """Check that a sample maps names to what can be joined to a microbatch.
@@ -30,7 +32,7 @@ def check_types(sample: Any, name: str, *, is_stacked: bool) -> None:
     if not is_stacked:
         return
     for entry, value in sample.items():
-        if not isinstance(value, Tensor | Lazy) and not _is_numeric(value):
+        if not isinstance(value, _LOADED) and not _is_numeric(value):
             raise SampleError(
                 f"{name}: {entry!r} must be a tensor or numbers, got {described(value)}; convert it, leave it out, or "
                 "give the data set a collate(samples) that makes tensors of it"

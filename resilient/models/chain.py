@@ -108,10 +108,14 @@ class Chain:
         """Return how many integers a sample's labels or targets are, :data:`IGNORED_LABEL` aside; None without."""
         for key in _TARGETS:
             value = sample.get(key)
-            if isinstance(value, int | np.integer | np.ndarray | Tensor):
+            if value is None:
+                continue
+            if isinstance(value, int | np.integer | np.ndarray):
                 value = torch.as_tensor(value)
-                if not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool):
-                    return int((value != IGNORED_LABEL).sum())
+            if isinstance(value, Tensor) and _is_whole(value.dtype):
+                if value.numel() == 1:  # of most samples; the sum takes five times as long
+                    return int(value.item() != IGNORED_LABEL)
+                return int((value != IGNORED_LABEL).sum())
         return None
 
     def digest(self) -> str:
@@ -165,6 +169,10 @@ def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
         found = dict(theirs)
         for name, tensor in mine:
             tensor.copy_(found[name])
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _is_raw_image(value: Any) -> bool:

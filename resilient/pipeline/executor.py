@@ -259,7 +259,7 @@ class Executor:
         if following is not None and (following.lane, following.index) not in self._work.idle:
             ahead = self._of_row.links(following)
         to_post = [(link, self._shapes(link)) for link in ahead]
-        if self._reads_here and action is self._of_row.actions[0]:
+        if self._reads_here and action is self._of_row.first_receipt:
             for link in self._of_row.links(action):
                 self._upstream[self._of_row.border(link)].post(self._of_row.number(link), self._shapes(link))
             self._read_ahead()
@@ -271,8 +271,9 @@ class Executor:
 
     def _read_ahead(self) -> None:
         """Read what the row computes later in the step, as far as it is little, while it has nothing to compute."""
-        left = _AHEAD_BYTES
-        for action in self._of_row.actions:
+        left, receipt = _AHEAD_BYTES, self._of_row.first_receipt
+        assert receipt is not None
+        for action in self._of_row.actions[self._of_row.actions.index(receipt) :]:
             if action.op is not Op.FORWARD or self._is_idle(action):
                 continue
             for part in self._of_row.parts(self._of_row.stage(action), action.index):
@@ -291,6 +292,8 @@ class Executor:
         self._gradient_sends = self._upstream[self._of_row.border(link)].send(gradients, self._of_row.number(link))
 
     def _recv_b(self, action: Action) -> None:
+        if self._reads_here and action is self._of_row.first_receipt:
+            self._read_ahead()
         (link,) = self._of_row.links(action)
         border = self._downstream[self._of_row.border(link)]
         gradients = self._gradients_in[link] = border.receive(self._of_row.number(link))

@@ -64,6 +64,7 @@ class RowActions:
         last_backward: By stage, the action that completes the gradients.
         last_read: By lane and cell, the last action that needs the samples.
         next_receipt: After each receipt of activations, the one that follows.
+        first_receipt: The first of activations or gradients; None without any.
     """
 
     def __init__(self, schedule: Schedule, row: int) -> None:
@@ -93,6 +94,7 @@ class RowActions:
         reads = (Op.RECV_F, Op.FORWARD, Op.SEND_F)
         self.last_read = {(action.lane, action.index): action for action in self.actions if action.op in reads}
         self.next_receipt = dict(pairwise(action for action in self.actions if action.op is Op.RECV_F))
+        self.first_receipt = next((each for each in self.actions if each.op in (Op.RECV_F, Op.RECV_B)), None)
 
     def stage(self, action: Action) -> int:
         """Return the number of an action's stage."""
