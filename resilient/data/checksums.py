@@ -49,7 +49,7 @@ def entry_checksum(value: object) -> int:
     Of objects that are neither numbers, text, arrays nor made of such, only the type counts.
     """
     if isinstance(value, Tensor):  # first of all, and without the rest: samples have little else
-        return xxhash.xxh3_64_intdigest(_values_of(value), _checksum_of_kind(value.dtype, value.shape))
+        return xxhash.xxh3_64_intdigest(_values_of(value).data, _checksum_of_kind(value.dtype, value.shape))
     hashed = xxhash.xxh3_64()
     _take_in(hashed, value)
     return hashed.intdigest()

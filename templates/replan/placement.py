@@ -173,17 +173,6 @@ class Placer:
             continues[wanting[: len(left)]] = left
         return targets._replace(continues=continues)
 
-    def place(
-        self,
-        targets: Targets,
-        pinned: Mapping[int, int] | None = None,
-        without: Collection[int] = (),
-        *,
-        keeps_whole: bool = False,
-    ) -> Placement:
-        """Return the :meth:`placement` of :meth:`seats`, with the arguments of that."""
-        return self.placement(self.seats(targets, pinned, without, keeps_whole=keeps_whole))
-
     def placement(self, seats: Seats) -> Placement:
         """Return which nodes are where, and what that takes."""
         copied, busiest = self._volume(seats.nodes, seats.needs)
@@ -241,7 +230,7 @@ class Placer:
         return Seats(chosen, sizes, needs, lacking)
 
     def copy_bounds(self, targets: Targets, without: Collection[int] = ()) -> tuple[Callable[[], tuple[int, int]], ...]:
-        """Return bounds of :meth:`place`, with its arguments: what the busiest node and all nodes receive at least.
+        """Return bounds of what the busiest node and all nodes receive at least where :meth:`seats` has them.
 
         Returns:
             What tells them, from what is soon told to the highest.

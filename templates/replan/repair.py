@@ -11,7 +11,6 @@ Source: Oobleck (SOSP'23), section 5.
 from __future__ import annotations
 
 from copy import copy
-from heapq import heapify, heappush, heapreplace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -66,12 +65,12 @@ def repairs(
     replaced = _Change(left, wanted, spare, sizes, min_pipelines, max_pipelines)
     replaced.replace_lost()
     for giving_up in (False, True) if replaced.lacks_nodes else (False,):
-        viable = replaced.copy()
+        viable = copy(replaced)  # from here on nothing is changed in place
         if not viable.make_viable(giving_up):
             continue
         ways = (False, True, None) if may_stand_by else (False, True)
         for adding in ways if viable.has_spare else (None,):
-            change = viable.copy()
+            change = copy(viable)
             if adding is not None:
                 change.use_spare(adding)
             repair = change.repair
@@ -89,12 +88,6 @@ class _Change:
         self._n0, self._largest = sizes[0], sizes[-1]
         self._min_pipelines, self._max_pipelines = min_pipelines, max_pipelines
         self._joined = self._borrowed = self._merged = False
-
-    def copy(self) -> _Change:
-        """Return a change that goes on from here on its own."""
-        found = copy(self)
-        found._size = self._size.copy()  # the only one that is changed in place
-        return found
 
     @property
     def kind(self) -> RepairKind:
@@ -151,67 +144,21 @@ class _Change:
 
     def make_viable(self, giving_up: bool) -> bool:
         """Borrow and merge until every pipeline has n0 nodes; return whether that is possible."""
-        while (smallest := self._size.min()) < self._n0:
-            size, lender = self._size, int(self._size.argmax())
-            may_go = len(size) > self._min_pipelines
-            if may_go and (giving_up or not smallest or size[lender] <= self._n0):
-                self._merge(len(size) - 1 - int(size[::-1].argmin()))
-            elif size[lender] > self._n0:
-                size[lender] -= 1
-                size[self._least_needy()] += 1
-                self._borrowed = True
-            else:
-                return False
-        return True
+        # Imported late, as below: it loads numba.
+        from resilient.templates.replan.repair_loops import make_viable
 
-    def _least_needy(self) -> int | None:
-        """Return which of the pipelines below n0 is the largest."""
-        below = np.where(self._size < self._n0, self._size, -1)
-        found = int(below.argmax())
-        return None if below[found] < 0 else found
+        bounds = self._n0, self._largest, self._min_pipelines
+        is_possible, self._index, self._size, self._spare, borrowed, merged = make_viable(
+            self._index, self._size, self._spare, *bounds, giving_up
+        )
+        self._borrowed, self._merged = self._borrowed or borrowed, self._merged or merged
+        return is_possible
 
     def use_spare(self, adding: bool) -> None:
         """Make new pipelines as large as the smallest, or extend the smallest; what fits nowhere is left out."""
-        sizes = dict(zip(self._index.tolist(), self._size.tolist(), strict=True))
-        smallest_first = [(size, index) for index, size in sizes.items()]
-        heapify(smallest_first)
-        next_index = max(len(self._wanted), *sizes) + 1
-        while self._spare:
-            size, index = smallest_first[0]
-            full = size >= self._largest
-            if (adding or full) and self._spare >= self._n0 and len(sizes) < self._max_pipelines:
-                new = min(self._spare, size)
-                heappush(smallest_first, (new, next_index))
-                sizes[next_index] = new
-                self._spare -= new
-                next_index += 1
-            elif full:
-                break
-            else:
-                heapreplace(smallest_first, (size + 1, index))
-                sizes[index] += 1
-                self._spare -= 1
-            self._joined = True
-        self._index, self._size = np.array(list(sizes)), np.array(list(sizes.values()))
+        from resilient.templates.replan.repair_loops import use_spare
 
-    def _merge(self, position: int) -> None:
-        """Give a pipeline up: its nodes go to others below n0, or all to the smallest, or wherever there is room."""
-        freed = int(self._size[position])
-        self._index, self._size = (
-            np.concatenate((each[:position], each[position + 1 :])) for each in (self._index, self._size)
-        )
-        self._merged = self._merged or freed > 0
-        while freed:
-            needy = self._least_needy()
-            if needy is not None:  # it is the largest below n0 until it has that many
-                taken = min(freed, self._n0 - int(self._size[needy]))
-                self._size[needy] += taken
-                freed -= taken
-                continue
-            smallest = int(self._size.argmin())
-            taken = min(freed, self._largest - int(self._size[smallest]))
-            if not taken:
-                self._spare += freed
-                return
-            self._size[smallest] += taken
-            freed -= taken
+        before, next_index = self._spare, max(len(self._wanted), int(self._index[-1])) + 1
+        bounds = self._n0, self._largest, self._max_pipelines
+        self._index, self._size, self._spare = use_spare(self._index, self._size, before, *bounds, next_index, adding)
+        self._joined = self._joined or self._spare < before

@@ -79,11 +79,16 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
 @lru_cache(maxsize=64)
 def _load(problem: PlanningProblem, num_nodes: int) -> None:
     """Make a plan and another one after it, only once: the event loop may be telling a thousand nodes of theirs."""
+    # Imported late: it loads numba.
+    from resilient.templates.replan.repair_loops import make_viable, use_spare
+
     plan = first_plan(problem, range(num_nodes))
     replan(problem, plan, range(1, num_nodes + 1))
     first, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
     assign(one[None], first, first)
     AmountBounds().least(one[None], one, one)
+    make_viable(first, one, 1, 1, 1, 1, False)
+    use_spare(first, one, 1, 1, 1, 1, 1, False)
 
 
 def warm_up() -> None:

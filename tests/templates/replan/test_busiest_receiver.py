@@ -69,7 +69,8 @@ def placed(seed: int) -> Placed:
     live = [node for node in before.nodes if node not in gone] + list(range(100, 100 + draw.randint(0, 4)))
     after = random_plan(draw, num_layers, len(live))
     placer = Placer(problem, before, live, {})
-    found = placer.place(placer.continuing(targets_of([(each.template, NEW) for each in after.pipelines])))
+    targets = placer.continuing(targets_of([(each.template, NEW) for each in after.pipelines]))
+    found = placer.placement(placer.seats(targets))
     held = {slot.node: set(slot.intervals(profile)) for slot in before.slots}
     names = [each.name for each in profile.layers]
     holders = np.array([[name in held.get(node, ()) for name in names] for node in live])

@@ -34,7 +34,7 @@ def placed(
     domains: dict[int, str] | None = None,
 ) -> Placement:
     placer = Placer(problem, plan, nodes, domains or {})
-    return placer.place(placer.continuing(targets_of(targets)))
+    return placer.placement(placer.seats(placer.continuing(targets_of(targets))))
 
 
 def test_nodes_that_hold_what_is_needed_stay_where_they_are() -> None:

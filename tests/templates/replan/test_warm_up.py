@@ -55,6 +55,8 @@ def test_first_change_with_slow_nodes_and_domains_loads_nothing_after_warm_up() 
         "_chain_times",
         "_fastest",
         "_fill_counted",
+        "make_viable",
+        "use_spare",
     }
     assert planning | {"choose_senders"} <= {*loaded.split()}
 
