@@ -231,24 +231,33 @@ def _fastest(fill: Ints, slowest: Ints, of_kind: Ints) -> Ints:
 
     They come kind by kind, falling in what they fill and rising in the slowest row; of equal ones the first.
     """
-    kept = np.empty(len(fill), dtype=np.int64)
+    kept, filled, taken = np.empty((3, len(fill)), dtype=np.int64)  # the last two are of the kept ones
     first = end = 0
     for index in range(len(fill)):
         if index and of_kind[index] != of_kind[index - 1]:
             first = end
-        place = end
-        while place > first and slowest[kept[place - 1]] > slowest[index]:
-            place -= 1
-        if place > first and fill[kept[place - 1]] <= fill[index]:
+        place, above = first, end
+        while place < above:
+            middle = (place + above) // 2
+            if taken[middle] > slowest[index]:
+                above = middle
+            else:
+                place = middle + 1
+        if place > first and filled[place - 1] <= fill[index]:
             continue
-        before = place
-        while before > first and slowest[kept[before - 1]] == slowest[index]:
-            before -= 1
+        if place > first and taken[place - 1] == slowest[index]:
+            place -= 1
         after = place
-        while after < end and fill[kept[after]] >= fill[index]:
+        while after < end and filled[after] >= fill[index]:
             after += 1
-        moved = kept[after:end].copy()
-        kept[before] = index
-        end = before + 1 + len(moved)
-        kept[before + 1 : end] = moved
+        if after == place:
+            for moved in range(end, place, -1):
+                kept[moved], filled[moved], taken[moved] = kept[moved - 1], filled[moved - 1], taken[moved - 1]
+            end += 1
+        elif after > place + 1:
+            for moved in range(after, end):
+                to = moved - (after - place - 1)
+                kept[to], filled[to], taken[to] = kept[moved], filled[moved], taken[moved]
+            end -= after - place - 1
+        kept[place], filled[place], taken[place] = index, fill[index], slowest[index]
     return kept[:end].copy()

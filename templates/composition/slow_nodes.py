@@ -29,6 +29,8 @@ MOST_SLOW = 4
 """The most nodes whose pipelines are searched for; half as many where templates have very many sizes."""
 
 _MANY_SIZES = 40
+_GUESSES = 8
+"""So often the next time to look at is guessed from what is done by the last one; then halves decide."""
 _MOST_CELLS = 2_000_000
 _IMPOSSIBLE = -(2**61)
 _NEVER = 2**62
@@ -156,22 +158,30 @@ class _Table:
 
     def best(self, most_ns: int) -> MixedComposition | None:
         """Return the composition with the shortest step, up to ``most_ns``."""
-        if self._last_row < self._min_pipelines or not self._is_enough(self._done(most_ns)[0]):
+        if self._last_row < self._min_pipelines:
             return None
-        low, high = 0, most_ns
+        by_kind, before, _ = self._done(most_ns)
+        num_done, middle, guesses = self._num_done(by_kind), most_ns, _GUESSES
+        if num_done < self._num_microbatches:
+            return None
+        low, high = 0, min(most_ns, max(0, before))
         while low < high:
-            middle = (low + high) // 2
+            # About as much more is done as there is more time.
+            guess = middle + middle * (self._num_microbatches - num_done) // self._num_microbatches
+            middle = min(max(low, guess), high - 1) if guesses > 0 and num_done > 0 else (low + high) // 2
+            guesses -= 1
             by_kind, before, after = self._done(middle)
-            if self._is_enough(by_kind):
+            num_done = self._num_done(by_kind)
+            if num_done >= self._num_microbatches:
                 high = max(low, before)
             else:
                 low = after
         found = self._read_back(low)
         return found if len(found.slow) + len(found.fast) <= self._num_microbatches else None
 
-    def _is_enough(self, by_kind: Ints) -> bool:
-        last = self._filled(by_kind)[-1]
-        return bool(last[self._min_pipelines :, -1].max() >= self._num_microbatches)
+    def _num_done(self, by_kind: Ints) -> int:
+        """Return the most microbatches that are got through with all nodes."""
+        return int(self._filled(by_kind)[-1, self._min_pipelines :, -1].max())
 
     def _done(self, tau_ns: int) -> tuple[Ints, int, int]:
         """Return what pipelines of each kind get through, and from when until when they get through no more."""

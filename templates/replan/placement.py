@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Flags, Ints, distinct, ranges
+from resilient.templates.common.arrays import Flags, Floats, Ints, distinct, ranges
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assigning.assignment import FORBIDDEN, AmountBounds, assign
 from resilient.templates.replan.repair import NEW
@@ -159,18 +159,13 @@ class Placer:
         for number in dict.fromkeys(numbers.tolist()):
             parts = self._holdings.number(targets.layouts[number])
             self._same_as[number] = self._same.get(parts.tobytes(), _NONE)
-        is_new = targets.continues == NEW
-        if not is_new.any():
+        if not (targets.continues == NEW).any():
             return targets
-        is_free = np.ones(len(self._old_sizes), dtype=np.bool_)
-        is_free[targets.continues[~is_new]] = False
-        is_free = is_free[self._most_complete_first]
-        new, continues = np.flatnonzero(is_new), targets.continues.copy()
-        same = self._same_as[targets.numbers[new]]
-        for old in set(same.tolist()) - {_NONE}:
-            wanting = new[same == old]
-            left = self._most_complete_first[is_free & (self._same_first == old)][: len(wanting)]
-            continues[wanting[: len(left)]] = left
+        # Imported late: it loads numba, and most processes that import the planner never place a node.
+        from resilient.templates.replan.repair_loops import go_on
+
+        same = self._same_as[targets.numbers]
+        continues = go_on(targets.continues, same, self._most_complete_first, self._same_first, len(self._same))
         return targets._replace(continues=continues)
 
     def placement(self, seats: Seats) -> Placement:
@@ -370,12 +365,17 @@ class Placer:
         num_parts, num_kinds = needs.received.shape
         pairs = np.bincount(needs.kinds * num_kinds + self._node_kinds[chosen], minlength=needs.received.size)
         pairs = pairs.reshape(num_parts, num_kinds)
-        need, hold = (self._holdings.states(parts).astype(np.float64) for parts in (needs.parts, self._has))
+        need, (hold, num_holders) = self._holdings.states(needs.parts), self._held_states
         missing = (need * (pairs.sum(axis=1, keepdims=True) - pairs @ hold)).sum(axis=0).astype(np.int64)
-        num_holders = (np.bincount(self._node_kinds) @ hold).astype(np.int64)
-        shares = -(-missing * self._holdings.state_bytes // np.maximum(num_holders, 1))
+        shares = -(-missing * self._holdings.state_bytes // num_holders)
         most = max(int(needs.received[pairs > 0].max()), int((hold @ shares.astype(np.float64)).max()))
         return int((needs.received * pairs).sum()), most
+
+    @cached_property
+    def _held_states(self) -> tuple[Floats, Ints]:
+        """What nodes of each kind hold, 1 or 0, and of each state how many nodes hold it, 1 where nobody does."""
+        hold = self._holdings.states(self._has).astype(np.float64)
+        return hold, np.maximum((np.bincount(self._node_kinds) @ hold).astype(np.int64), 1)
 
     def _received(self, chosen: Ints, needs: _Needs) -> Ints:
         """Return what the node in each place receives from other nodes."""

@@ -115,3 +115,36 @@ def use_spare(
             sizes[position] += 1
             spare -= 1
     return indices[:count].copy(), sizes[:count].copy(), spare
+
+
+@compiled
+def go_on(continues: Ints, same: Ints, old: Ints, same_of_old: Ints, num_same: int) -> Ints:
+    """Let targets that continue nothing go on from pipelines with their layout, the first ones from the first.
+
+    Args:
+        continues: Of each target the pipeline that it goes on from, negative for none.
+        same: Of each target a number that pipelines with its layout have, too; negative for none.
+        old: The pipelines, in the order in which they are taken.
+        same_of_old: Of each of them its number, below ``num_same``.
+        num_same: One more than the largest.
+
+    Returns:
+        Of each target the pipeline that it goes on from then.
+    """
+    continues = continues.copy()
+    is_taken = np.zeros(len(old), dtype=np.bool_)
+    for target in range(len(continues)):
+        if continues[target] >= 0:
+            is_taken[continues[target]] = True
+    looked_at = np.zeros(num_same, dtype=np.int64)
+    for target in range(len(continues)):
+        if continues[target] >= 0 or same[target] < 0:
+            continue
+        place = looked_at[same[target]]
+        while place < len(old) and (same_of_old[place] != same[target] or is_taken[old[place]]):
+            place += 1
+        if place < len(old):
+            continues[target] = old[place]
+            place += 1
+        looked_at[same[target]] = place
+    return continues
