@@ -30,7 +30,7 @@ MOST_SLOW = 4
 
 _MANY_SIZES = 40
 _GUESSES = 8
-"""So often the next time to look at is guessed from what is done by the last one; then halves decide."""
+"""So many times to look at are guessed, each from what is done by the one before; then halves decide."""
 _MOST_CELLS = 2_000_000
 _IMPOSSIBLE = -(2**61)
 _NEVER = 2**62

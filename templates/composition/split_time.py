@@ -10,6 +10,7 @@ from resilient.templates.common.compiled import compiled
 _NEVER = 1 << 62
 """More than any time."""
 _GUESSES = 8
+"""So many times to look at are guessed; then halves decide, so that none takes much longer than by halves alone."""
 
 
 @compiled
@@ -112,8 +113,8 @@ def _is_before(without: Ints, more: Ints, kind: int, other: int) -> bool:
 def _least_ns(fill: Ints, slowest: Ints, round_size: Ints, kinds: Ints, num_each: Ints, num_microbatches: int) -> int:
     """Return the least time in which pipelines get through all microbatches, at least one each.
 
-    What they do changes only when a layout is done with one round more. Beyond what takes a moment of any, they get
-    through so many more a nanosecond; so a few guesses come close, each by what the one before has lacked.
+    What they do changes only when a layout is done with one round more. Seen from afar it grows evenly with the time,
+    so a few guesses come close, each by what was lacking, or too much, at the one before.
     """
     first = kinds[0]
     low, high = 0, (fill[first] + -(-num_microbatches // round_size[first]) * slowest[first]).min()

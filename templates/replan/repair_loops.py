@@ -1,4 +1,4 @@
-"""The loops of repairs, one pipeline after the other. Import it where it is needed: it loads numba."""
+"""The loops of repairs and of who goes on, one pipeline after the other. Import it where needed: it loads numba."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ def test_first_change_with_slow_nodes_and_domains_loads_nothing_after_warm_up() 
         "_chain_times",
         "_fastest",
         "_fill_counted",
+        "go_on",
         "make_viable",
         "use_spare",
     }
