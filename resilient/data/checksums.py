@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -33,9 +33,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def _values_of(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor's values in host memory, where they lie together."""
-    if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous() and not tensor.is_neg() and tensor.numel():
+    if _is_plain(tensor):
         return (tensor.detach() if tensor.requires_grad else tensor).numpy()
     return tensor_bytes(tensor).cpu().numpy()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor's values lie together in host memory, as numpy knows them."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype in _PLAIN
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and tensor.numel() > 0
+    )
 
 
 @lru_cache(maxsize=1 << 12)
@@ -53,6 +64,21 @@ def entry_checksum(value: object) -> int:
     hashed = xxhash.xxh3_64()
     _take_in(hashed, value)
     return hashed.intdigest()
+
+
+def row_checksums(stacked: Tensor, values: Sequence[object]) -> list[int]:
+    """Return :func:`entry_checksum` of each value, sooner where they are the rows of a tensor in host memory.
+
+    Args:
+        stacked: What was made by stacking them, ``[len(values), ...]``, or is on ``meta``.
+        values: Tensors, or what a data set's own ``collate`` makes them of.
+    """
+    kind, shape = stacked.dtype, stacked.shape[1:]
+    if not _is_plain(stacked) or not all(isinstance(value, Tensor) and value.dtype is kind for value in values):
+        return list(map(entry_checksum, values))
+    content, row = bytes_of(stacked), stacked.nbytes // len(values)
+    seed = _checksum_of_kind(kind, shape)
+    return [xxhash.xxh3_64_intdigest(content[at : at + row], seed) for at in range(0, stacked.nbytes, row)]
 
 
 def _take_in(hashed: xxhash.xxh3_64, value: object) -> None:

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
-from resilient.data.checksums import entry_checksum
+from resilient.data.checksums import entry_checksum, row_checksums
 from resilient.data.dataset import Collate, Dataset, Sample, stack
 from resilient.data.lazy import Lazy
 from resilient.data.lengths import UnitLengths
 from resilient.data.sample_types import check_types
 from resilient.data.sampler import StepSampler
-from resilient.data.seeding import draw, generators_kept, sample_key, seed_generators
+from resilient.data.seeding import DrawWatch, draw, generators_kept, sample_key, seed_generators, seed_torch
 from resilient.errors import SampleError
 
 Reads = frozenset[str] | None
@@ -74,13 +75,13 @@ class Packing:
     collate_unit: Callable[[str, Sequence[Sample], Sequence[int]], dict[str, Tensor]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Read:
-    """A sample as it was read: its index, its entries, and how long that took."""
+class Read(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample as it was read: its index, its entries, how long that took, and whether all of them have values."""
 
     index: int
     sample: dict[str, Any]
     ms: float
+    is_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,7 @@ class MicrobatchReader:
         self._checked = np.zeros(sampler.num_samples, dtype=np.bool_)  # a byte a sample, a set would take a hundred
         self._repeatable = set[str]()  # units for which a sample was read twice
         self._kind = type(dataset).__name__
+        self._seed: Callable[..., None] = seed_torch  # all of them, once samples have drawn from another
 
     def read(self, step: int, cell: Cell, reads: Reads) -> Microbatch:
         """Read a cell of a step, with those entries that some layers read: of a unit's cell, those that the unit does.
@@ -163,13 +165,14 @@ class MicrobatchReader:
                 keys = [sample_key(self._sampler.seed, step, each.index) for each in read]
                 joined = self._joined(read, lambda samples: packing.collate_unit(cell.unit, samples, keys))
                 lengths = tuple(packing.lengths(each.sample) for each in read)
+        is_stacked = packing is None and self._collate is stack
         batch = {
             entry: value.contiguous() if reads is None or entry in reads else value.to("meta")
             for entry, value in joined.items()
         }
         reading = Reading(
             indices=tuple(each.index for each in read),
-            samples=tuple(self._checksums(each.sample, reads) for each in read),
+            samples=tuple(self._all_checksums(read, joined if is_stacked else {}, reads)),
             batch=_checksums(batch),
             sample_ms=median(each.ms for each in read) if read else 0.0,
             lengths=lengths,
@@ -196,12 +199,32 @@ class MicrobatchReader:
 
     def _samples(self, step: int, cell: Cell, reads: Reads) -> list[Read]:
         indices, epochs = self.indices(step, cell), self._sampler.epochs(step)[list(cell.samples)].tolist()
-        read = [self._sample(*each, reads) for each in zip(indices, epochs, strict=True)]
-        if read and cell.unit not in self._repeatable:
-            self._compare(read[0], self._sample(indices[0], epochs[0], reads), reads)
+        order = list(zip(indices, epochs, strict=True))
+        if order and cell.unit not in self._repeatable:
+            *read, again = self._in_order([*order, order[0]], reads)
+            self._compare(read[0], again, reads)
             self._repeatable.add(cell.unit)
-        _leave_out_whole_entries([each.sample for each in read])
+        else:
+            read = self._in_order(order, reads)
+        if not all(each.is_whole for each in read):
+            _leave_out_whole_entries([each.sample for each in read])
         return read
+
+    def _in_order(self, order: Sequence[tuple[int, int]], reads: Reads) -> list[Read]:
+        """Read samples, by index and epoch; again, if they turn out to draw from generators that were not seeded."""
+        if self._seed is seed_torch:
+            watch = DrawWatch()
+            try:
+                read = [self._sample(*each, reads) for each in order]
+            except Exception:
+                if not watch.has_drawn():
+                    raise
+            else:
+                if not watch.has_drawn():
+                    return read
+            self._seed = seed_generators
+            self._checked[[index for index, _ in order]] = False  # others will come of them
+        return [self._sample(*each, reads) for each in order]
 
     def _joined(self, read: Sequence[Read], collate: Collate) -> dict[str, Tensor]:
         batch, has_drawn = self._collated(read, collate, "collate")
@@ -230,23 +253,27 @@ class MicrobatchReader:
 
     def _sample(self, index: int, epoch: int, reads: Reads) -> Read:
         started, seed, name = time.perf_counter(), self._sampler.seed, self.name(index)
-        seed_generators(seed, epoch, index)
+        self._seed(seed, epoch, index)
         sample = self._dataset[index]
         check_types(sample, name, is_stacked=self._collate is stack)
-        loaded = dict(sample)
+        loaded, is_whole = dict(sample), True
         for entry, value in sample.items():
-            if not isinstance(value, Tensor) and _is_lazy(value):
-                seed_generators(seed, epoch, index, entry)
-                loaded[entry] = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
+            if isinstance(value, Tensor):
+                is_whole = is_whole and not value.is_meta
+                continue
+            if _is_lazy(value):
+                self._seed(seed, epoch, index, entry)
+                value = loaded[entry] = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
+            is_whole = is_whole and _has_values(value)
         took_ms = 1000 * (time.perf_counter() - started)
         if not self._checked[index]:
             self._check(loaded, name)
             self._checked[index] = True
         known: Sample = loaded
-        if not all(map(_has_values, loaded.values())):
+        if not is_whole:
             known = {entry: value for entry, value in loaded.items() if _has_values(value)}
         self._check_always(index, known, name)
-        return Read(index=index, sample=loaded, ms=took_ms)
+        return Read(index=index, sample=loaded, ms=took_ms, is_whole=is_whole)
 
     def _compare(self, first: Read, second: Read, reads: Reads) -> None:
         """Refuse a data set that is no function of index, epoch and seed, where reading a sample twice shows it."""
@@ -260,6 +287,20 @@ class MicrobatchReader:
 
     def _skips(self, entry: str, reads: Reads) -> bool:
         return reads is not None and entry in self._declared and entry not in reads
+
+    def _all_checksums(self, read: Sequence[Read], stacked: Mapping[str, Tensor], reads: Reads) -> list[dict[str, int]]:
+        """Return the checksums of samples' entries.
+
+        Args:
+            read: The samples.
+            stacked: Their entries; none where they were joined in another way.
+            reads: Those to be read.
+        """
+        entries = [entry for entry in stacked if not self._skips(entry, reads)]
+        if not entries:
+            return [self._checksums(each.sample, reads) for each in read]
+        columns = [row_checksums(stacked[entry], [each.sample[entry] for each in read]) for entry in entries]
+        return [dict(zip(entries, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def _checksums(self, sample: Mapping[str, Any], reads: Reads) -> dict[str, int]:
         return {entry: entry_checksum(value) for entry, value in sample.items() if not self._skips(entry, reads)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,7 @@ def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
             tensor.copy_(found[name])
 
 
+@cache
 def _is_whole(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 

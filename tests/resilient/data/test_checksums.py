@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
-from resilient.data.checksums import entry_checksum
+from resilient.data import stack
+from resilient.data.checksums import entry_checksum, row_checksums
 
 
 def test_different_entries_have_different_checksums() -> None:
@@ -47,3 +51,27 @@ def test_conjugates_count_by_their_values() -> None:
     values = torch.tensor([1 + 2j, 3 - 1j])
     assert entry_checksum(values.conj()) == entry_checksum(torch.tensor([1 - 2j, 3 + 1j]))
     assert entry_checksum(values.conj().imag) == entry_checksum(torch.tensor([-2.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [torch.arange(6.0), torch.arange(6.0) + 1],
+        [torch.tensor(3), torch.tensor(4)],
+        [torch.tensor([3], dtype=torch.uint8), torch.tensor([4], dtype=torch.uint8)],
+        [torch.eye(3).T[:2], torch.ones(3, 4)[:2, :3]],
+        [torch.tensor([1 + 2j]).conj(), torch.tensor([3 - 1j])],
+        [torch.tensor([1 - 2j]).conj().imag, torch.tensor([2.0])],
+        [torch.arange(3).bfloat16(), torch.ones(3).bfloat16()],
+        [torch.tensor([1], dtype=torch.int32), torch.tensor([2])],
+        [torch.zeros(0), torch.zeros(0)],
+        [torch.zeros(2, requires_grad=True), torch.ones(2)],
+        [1, 2],
+        [np.ones(2), np.zeros(2)],
+    ],
+    ids=lambda values: f"{type(values[0]).__name__} {getattr(values[0], 'dtype', '')}",
+)
+def test_rows_of_what_was_stacked_have_the_checksums_of_what_it_was_made_of(values: list[Any]) -> None:
+    stacked = stack([{"entry": value} for value in values])["entry"]
+    for rows in (stacked, stacked.to("meta")):
+        assert row_checksums(rows, values) == [entry_checksum(value) for value in values]

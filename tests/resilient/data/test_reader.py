@@ -14,7 +14,7 @@ from torch import Tensor
 
 from resilient.data import IGNORED_LABEL, Lazy, Sample, StepSampler, collate_multimodal, collate_of, stack
 from resilient.data.reader import Cell, MicrobatchReader
-from resilient.data.seeding import draw, seed_generators
+from resilient.data.seeding import draw, generators_kept, seed_generators
 from resilient.errors import SampleError
 
 FIRST, SECOND, ALL = Cell.of_chain(0, 3), Cell.of_chain(1, 3), Cell.of_chain(0, 6)
@@ -100,6 +100,51 @@ def test_a_step_that_crosses_epochs_reads_each_sample_in_its_own() -> None:
     assert [number for _, number in crossing] == [
         (first if place < 2 else second)[int(index)] for place, (index, _) in enumerate(crossing)
     ]
+
+
+class Seldom(Drawn):
+    """Draws for one of its samples alone, and refuses to read it where the generators are not seeded for it."""
+
+    def __getitem__(self, index: int) -> Sample:
+        if index != 4:
+            return {"input": torch.tensor([index, 0.0], dtype=torch.float64), "target": torch.tensor(index)}
+        sample = super().__getitem__(index)
+        if sample["input"][1] not in self.expected:
+            raise SampleError(f"got {sample['input'][1]}, want one of {self.expected}")
+        return sample
+
+    @property
+    def expected(self) -> list[float]:
+        """What it may draw, in epochs 0 and 1."""
+        return [seeded(self._generator, 5, epoch, 4) for epoch in (0, 1)]
+
+
+def seeded(generator: Callable[[], float], *key: int) -> float:
+    with generators_kept():
+        seed_generators(*key)
+        return generator()
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("microbatch", [2, 3, 6])
+def test_generators_are_seeded_for_a_sample_that_draws_after_others_that_do_not(name: str, microbatch: int) -> None:
+    dataset = Seldom(GENERATORS[name])
+    for step in (1, 2):
+        drawn = drawn_numbers(dataset, step, microbatch)
+        assert drawn == {index: dataset.expected[step - 1] if index == 4 else 0.0 for index in range(6)}
+
+
+@pytest.mark.parametrize("name", ["python", "numpy"])
+def test_a_sample_that_draws_is_checked_as_it_is_trained_on(name: str) -> None:
+    checked: list[float] = []
+
+    def check(sample: Mapping[str, Any], name: str) -> None:
+        checked.append(float(sample["input"][1]))
+
+    sampler = StepSampler(num_samples=6, global_batch=6, seed=5)
+    read = MicrobatchReader(Drawn(GENERATORS[name]), check, lambda index, sample, name: None, sampler, stack)
+    batch = read.read(1, ALL, None).batch
+    assert checked[-6:] == batch["input"][:, 1].tolist()
 
 
 def test_a_generator_of_the_data_sets_own_is_refused() -> None:
@@ -226,7 +271,7 @@ def test_a_sample_is_checked_once() -> None:
         checked.append(name)
 
     sampler = StepSampler(num_samples=6, global_batch=6, seed=5)
-    read = MicrobatchReader(Drawn(random.random), check, lambda index, sample, name: None, sampler, stack)
+    read = MicrobatchReader(Drawn(lambda: 0.0), check, lambda index, sample, name: None, sampler, stack)
     read.read(1, ALL, None)
     read.read(2, ALL, None)
     assert sorted(checked) == [f"sample {index} of Drawn" for index in range(6)]
@@ -240,7 +285,7 @@ def test_a_sample_that_is_none_in_a_later_epoch_is_refused() -> None:
             self.num_read += 1
             return super().__getitem__(index) if self.num_read < 8 else None
 
-    dataset = Fading(random.random)
+    dataset = Fading(lambda: 0.0)
     read = reader(dataset)
     for cell in (FIRST, SECOND):
         read.read(1, cell, None)
