@@ -27,9 +27,10 @@ class Dataset(Protocol):
     must be a function of the index and of what it draws from the global generators of Python (``random``), numpy
     (``np.random``) and torch. They are seeded for each sample, by the job's seed, the epoch and the index:
     augmentation with them changes from epoch to epoch and is the same on every worker, in every process, after every
-    failure. It must not depend on generators of its own, the time, or the order of a set: where that shows, the job
-    ends and names the sample. ``__getitem__`` may run in processes forked from the worker when training begins; an
-    entry that takes long to load may be :class:`resilient.data.Lazy`.
+    failure. It must not depend on generators of its own, the time, or the order of a set, nor keep what it drew for
+    another time: where that shows, the job ends and names the sample. ``__getitem__`` may be called more than once for
+    a sample of a step, and may run in processes forked from the worker when training begins; an entry that takes long
+    to load may be :class:`resilient.data.Lazy`.
 
     Three more methods are optional: ``num_targets(i) -> int``, how many targets sample i has in the loss, known without
     loading it (see :func:`num_targets`); ``collate(samples) -> dict[str, Tensor]`` (see :func:`collate_of`), which must

@@ -28,6 +28,11 @@ from resilient.errors import SampleError
 Reads = frozenset[str] | None
 """Entries of cells that some layers read; None for all."""
 
+_FEWEST_UNSEEDED = 4
+"""Of fewer samples, to seed generators for each takes no longer than to find out whether anybody draws from them."""
+_UNSEEDED = "not for a sample"
+"""What generators are seeded from that no sample should draw from."""
+
 REPEATABLE = (
     "have __getitem__ depend on the index and on what it draws from the global generators of random, numpy and torch "
     "alone, not on generators of its own, the time or the order of a set"
@@ -145,7 +150,7 @@ class MicrobatchReader:
         self._checked = np.zeros(sampler.num_samples, dtype=np.bool_)  # a byte a sample, a set would take a hundred
         self._repeatable = set[str]()  # units for which a sample was read twice
         self._kind = type(dataset).__name__
-        self._seed: Callable[..., None] = seed_torch  # all of them, once samples have drawn from another
+        self._are_seeded = False  # Python's and numpy's generators for each sample, as samples depend on them
 
     def read(self, step: int, cell: Cell, reads: Reads) -> Microbatch:
         """Read a cell of a step, with those entries that some layers read: of a unit's cell, those that the unit does.
@@ -201,30 +206,47 @@ class MicrobatchReader:
         indices, epochs = self.indices(step, cell), self._sampler.epochs(step)[list(cell.samples)].tolist()
         order = list(zip(indices, epochs, strict=True))
         if order and cell.unit not in self._repeatable:
-            *read, again = self._in_order([*order, order[0]], reads)
-            self._compare(read[0], again, reads)
+            read = self._first(order, reads)
             self._repeatable.add(cell.unit)
         else:
-            read = self._in_order(order, reads)
+            read = self._following(order, reads)
         if not all(each.is_whole for each in read):
             _leave_out_whole_entries([each.sample for each in read])
         return read
 
-    def _in_order(self, order: Sequence[tuple[int, int]], reads: Reads) -> list[Read]:
-        """Read samples, by index and epoch; again, if they turn out to draw from generators that were not seeded."""
-        if self._seed is seed_torch:
+    def _first(self, order: Sequence[tuple[int, int]], reads: Reads) -> list[Read]:
+        """Read samples, by index and epoch, for the first time, and one twice.
+
+        Finds out whether they depend on Python's or numpy's generators: draw from them, or look at their state.
+        """
+        watch = DrawWatch()
+        read = [self._sample(*each, reads, watch.seed) for each in order]
+        self._are_seeded = self._are_seeded or watch.has_drawn()
+        if not self._are_seeded:
+            seed_generators(_UNSEEDED)
+            again = self._sample(*order[0], reads, seed_torch)
+            self._are_seeded = self._differing(read[0], again, reads) is not None
+        if self._are_seeded:
+            self._compare(read[0], self._sample(*order[0], reads, seed_generators), reads)
+        return read
+
+    def _following(self, order: Sequence[tuple[int, int]], reads: Reads) -> list[Read]:
+        """Read samples; once more, should they turn out to draw from generators that were not seeded for them."""
+        if not self._are_seeded and len(order) >= _FEWEST_UNSEEDED:
             watch = DrawWatch()
+            watch.seed(_UNSEEDED)
             try:
-                read = [self._sample(*each, reads) for each in order]
+                read = [self._sample(*each, reads, seed_torch) for each in order]
             except Exception:
                 if not watch.has_drawn():
                     raise
             else:
                 if not watch.has_drawn():
                     return read
-            self._seed = seed_generators
+                del read  # not to hold both
+            self._are_seeded = True
             self._checked[[index for index, _ in order]] = False  # others will come of them
-        return [self._sample(*each, reads) for each in order]
+        return [self._sample(*each, reads, seed_generators) for each in order]
 
     def _joined(self, read: Sequence[Read], collate: Collate) -> dict[str, Tensor]:
         batch, has_drawn = self._collated(read, collate, "collate")
@@ -251,9 +273,9 @@ class MicrobatchReader:
         """Return what to call a sample in messages."""
         return f"sample {index} of {self._kind}"
 
-    def _sample(self, index: int, epoch: int, reads: Reads) -> Read:
+    def _sample(self, index: int, epoch: int, reads: Reads, seed_for: Callable[..., None]) -> Read:
         started, seed, name = time.perf_counter(), self._sampler.seed, self.name(index)
-        self._seed(seed, epoch, index)
+        seed_for(seed, epoch, index)
         sample = self._dataset[index]
         check_types(sample, name, is_stacked=self._collate is stack)
         loaded, is_whole = dict(sample), True
@@ -262,7 +284,7 @@ class MicrobatchReader:
                 is_whole = is_whole and not value.is_meta
                 continue
             if _is_lazy(value):
-                self._seed(seed, epoch, index, entry)
+                seed_for(seed, epoch, index, entry)
                 value = loaded[entry] = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
             is_whole = is_whole and _has_values(value)
         took_ms = 1000 * (time.perf_counter() - started)
@@ -277,13 +299,16 @@ class MicrobatchReader:
 
     def _compare(self, first: Read, second: Read, reads: Reads) -> None:
         """Refuse a data set that is no function of index, epoch and seed, where reading a sample twice shows it."""
+        if (entry := self._differing(first, second, reads)) is not None:
+            raise SampleError(
+                f"{self.name(first.index)}: {entry!r} must be the same whenever it is read, got another the "
+                f"second time; {REPEATABLE}"
+            )
+
+    def _differing(self, first: Read, second: Read, reads: Reads) -> str | None:
+        """Return an entry that differs."""
         before, after = self._checksums(first.sample, reads), self._checksums(second.sample, reads)
-        for entry in {**before, **after}:
-            if before.get(entry) != after.get(entry):
-                raise SampleError(
-                    f"{self.name(first.index)}: {entry!r} must be the same whenever it is read, got another the "
-                    f"second time; {REPEATABLE}"
-                )
+        return next((entry for entry in {**before, **after} if before.get(entry) != after.get(entry)), None)
 
     def _skips(self, entry: str, reads: Reads) -> bool:
         return reads is not None and entry in self._declared and entry not in reads

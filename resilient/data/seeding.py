@@ -14,7 +14,7 @@ import torch
 def seed_generators(*key: int | str) -> None:
     """Seed the three generators from a key, each with bits of its own: two of them are the same algorithm."""
     digest = _digest(key)
-    _seed_slow(digest)
+    _seed_python_and_numpy(digest)
     _seed_torch(digest)
 
 
@@ -27,7 +27,7 @@ def _digest(key: tuple[int | str, ...]) -> bytes:
     return hashlib.blake2b(repr(key).encode(), digest_size=20).digest()
 
 
-def _seed_slow(digest: bytes) -> None:
+def _seed_python_and_numpy(digest: bytes) -> None:
     random.seed(int.from_bytes(digest[:8], "big"))
     np.random.seed(int.from_bytes(digest[8:12], "big"))
 
@@ -38,25 +38,36 @@ def _seed_torch(digest: bytes) -> None:
 
 def draw() -> tuple[float, float, int]:
     """Draw a number from each of the three generators; shows whether anybody has drawn since they were seeded."""
-    return *_draw_slow(), int(torch.empty((), dtype=torch.int64).random_())
+    return *_draw_python_and_numpy(), int(torch.empty((), dtype=torch.int64).random_())
 
 
-def _draw_slow() -> tuple[float, float]:
+def _draw_python_and_numpy() -> tuple[float, float]:
     return random.random(), float(np.random.random())
 
 
 class DrawWatch:
-    """Finds out whether anybody has drawn from Python's or numpy's generator since it was made."""
+    """Seeds the three generators, and finds out whether anybody has drawn from Python's or numpy's afterwards."""
 
     def __init__(self) -> None:
-        digest = _digest(("watched",))
-        _seed_slow(digest)
-        self._undrawn = _draw_slow()
-        _seed_slow(digest)
+        self._undrawn: tuple[float, float] | None = None
+        self._has_drawn = False
+
+    def seed(self, *key: int | str) -> None:
+        """Seed them, as :func:`seed_generators` does."""
+        self._look()
+        seed_generators(*key)
+        self._undrawn = _draw_python_and_numpy()
+        seed_generators(*key)
 
     def has_drawn(self) -> bool:
-        """Return whether somebody has, or has seeded one of them; only once."""
-        return _draw_slow() != self._undrawn
+        """Return whether anybody has, after any seeding; they are to be seeded again then."""
+        self._look()
+        return self._has_drawn
+
+    def _look(self) -> None:
+        if self._undrawn is not None and _draw_python_and_numpy() != self._undrawn:
+            self._has_drawn = True
+        self._undrawn = None
 
 
 @contextmanager

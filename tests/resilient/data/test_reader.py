@@ -105,18 +105,23 @@ def test_a_step_that_crosses_epochs_reads_each_sample_in_its_own() -> None:
 class Seldom(Drawn):
     """Draws for one of its samples alone, and refuses to read it where the generators are not seeded for it."""
 
+    last = int(StepSampler(num_samples=24, global_batch=24, seed=5).indices(1)[-1])
+
+    def __len__(self) -> int:
+        return 24
+
     def __getitem__(self, index: int) -> Sample:
-        if index != 4:
-            return {"input": torch.tensor([index, 0.0], dtype=torch.float64), "target": torch.tensor(index)}
-        sample = super().__getitem__(index)
-        if sample["input"][1] not in self.expected:
-            raise SampleError(f"got {sample['input'][1]}, want one of {self.expected}")
-        return sample
+        number = 0.0
+        if index == self.last:
+            number = self._generator()
+            if number not in self.expected:
+                raise SampleError(f"got {number}, want one of {self.expected}")
+        return {"input": torch.tensor([index, number], dtype=torch.float64), "target": torch.tensor(index)}
 
     @property
     def expected(self) -> list[float]:
         """What it may draw, in epochs 0 and 1."""
-        return [seeded(self._generator, 5, epoch, 4) for epoch in (0, 1)]
+        return [seeded(self._generator, 5, epoch, self.last) for epoch in (0, 1)]
 
 
 def seeded(generator: Callable[[], float], *key: int) -> float:
@@ -126,25 +131,56 @@ def seeded(generator: Callable[[], float], *key: int) -> float:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-@pytest.mark.parametrize("microbatch", [2, 3, 6])
+@pytest.mark.parametrize("microbatch", [2, 6, 12, 24])
 def test_generators_are_seeded_for_a_sample_that_draws_after_others_that_do_not(name: str, microbatch: int) -> None:
     dataset = Seldom(GENERATORS[name])
-    for step in (1, 2):
-        drawn = drawn_numbers(dataset, step, microbatch)
-        assert drawn == {index: dataset.expected[step - 1] if index == 4 else 0.0 for index in range(6)}
-
-
-@pytest.mark.parametrize("name", ["python", "numpy"])
-def test_a_sample_that_draws_is_checked_as_it_is_trained_on(name: str) -> None:
-    checked: list[float] = []
+    checked: dict[float, float] = {}
 
     def check(sample: Mapping[str, Any], name: str) -> None:
-        checked.append(float(sample["input"][1]))
+        checked.update([sample["input"].tolist()])
 
-    sampler = StepSampler(num_samples=6, global_batch=6, seed=5)
-    read = MicrobatchReader(Drawn(GENERATORS[name]), check, lambda index, sample, name: None, sampler, stack)
-    batch = read.read(1, ALL, None).batch
-    assert checked[-6:] == batch["input"][:, 1].tolist()
+    sampler = StepSampler(num_samples=24, global_batch=24, seed=5)
+    read = MicrobatchReader(dataset, check, lambda index, sample, name: None, sampler, stack)
+    for step in (1, 2):
+        cells = [Cell.of_chain(position, microbatch) for position in range(24 // microbatch)]
+        rows = torch.cat([read.read(step, cell, None).batch["input"] for cell in cells]).tolist()
+        assert dict(rows) == {float(i): dataset.expected[step - 1] if i == dataset.last else 0.0 for i in range(24)}
+    of_first_step = {float(i): dataset.expected[0] if i == dataset.last else 0.0 for i in range(24)}
+    assert checked == of_first_step, "what is checked last is what is trained on"
+
+
+class Hidden(Drawn):
+    """Depends on generators that it leaves as they were, or has drawn once and for all."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(random.random)
+        self._way, self._drawn = way, dict[int, float]()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Sample:
+        if self._way == "restored":
+            before = random.getstate()
+            number = random.random()
+            random.setstate(before)
+        elif self._way == "derived":
+            state: Any = np.random.get_state()
+            number = float(np.random.default_rng(state[1][:4]).random())
+        else:
+            number = self._drawn.setdefault(index, random.random())
+        return {"input": torch.tensor([index, number], dtype=torch.float64), "target": torch.tensor(index)}
+
+
+@pytest.mark.parametrize("way", ["restored", "derived", "cached"])
+def test_what_depends_on_a_generator_unseen_depends_on_index_and_seed(way: str) -> None:
+    found: list[dict[float, float]] = []
+    for microbatch in (24, 8, 6, 2):
+        read = reader(Hidden(way))
+        rows = [read.read(1, Cell.of_chain(at, microbatch), None).batch["input"] for at in range(24 // microbatch)]
+        found.append(dict(torch.cat(rows).tolist()))
+    assert len(set(found[0].values())) == 24
+    assert all(numbers == found[0] for numbers in found)
 
 
 def test_a_generator_of_the_data_sets_own_is_refused() -> None:
@@ -271,7 +307,7 @@ def test_a_sample_is_checked_once() -> None:
         checked.append(name)
 
     sampler = StepSampler(num_samples=6, global_batch=6, seed=5)
-    read = MicrobatchReader(Drawn(lambda: 0.0), check, lambda index, sample, name: None, sampler, stack)
+    read = MicrobatchReader(Drawn(random.random), check, lambda index, sample, name: None, sampler, stack)
     read.read(1, ALL, None)
     read.read(2, ALL, None)
     assert sorted(checked) == [f"sample {index} of Drawn" for index in range(6)]
@@ -285,7 +321,7 @@ def test_a_sample_that_is_none_in_a_later_epoch_is_refused() -> None:
             self.num_read += 1
             return super().__getitem__(index) if self.num_read < 8 else None
 
-    dataset = Fading(lambda: 0.0)
+    dataset = Fading(random.random)
     read = reader(dataset)
     for cell in (FIRST, SECOND):
         read.read(1, cell, None)
