@@ -21,6 +21,9 @@ from resilient.templates.schedules.graph import CHAIN, LaneName
 FORMAT_VERSION = 7
 """Of :meth:`TemplateSet.to_json`; files of another version are refused."""
 
+Part = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
+"""What one node runs. Of each of its rows: first and end layer of each stage, first device, number of devices."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
@@ -154,6 +157,15 @@ class PipelineTemplate:
         """The row of each stage."""
         place = {number: row for row, numbers in enumerate(self.row_stages) for number in numbers}
         return tuple(place[number] for number in range(len(self.stages)))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What each node runs; () of one that only fills the number of nodes up."""
+        rows: list[list[tuple[tuple[tuple[int, int], ...], int, int]]] = [[] for _ in range(self.num_nodes)]
+        for row in self.rows:
+            layers = tuple((stage.first_layer, stage.end_layer) for stage in row)
+            rows[row[0].node_index].append((layers, row[0].first_device, row[0].num_devices))
+        return tuple(map(tuple, rows))
 
     @cached_property
     def lanes(self) -> tuple[LaneName, ...]:

@@ -304,7 +304,7 @@ class ModelProfile:
 
     def __hash__(self) -> int:
         # Plans are looked up by their problem several times in a decision, which takes no longer for many layers so.
-        return hash((tuple(layer.name for layer in self.layers), self.tp_degrees))
+        return hash((len(self.layers), self.layers[0].name, self.layers[-1].name, self.tp_degrees))
 
     @property
     def digest(self) -> str:

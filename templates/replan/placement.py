@@ -71,11 +71,13 @@ class _Needs(NamedTuple):
     """What the places need.
 
     Args:
+        sizes: The number of places of each target.
         parts: The different parts that are needed.
         kinds: The index of each place's part among them. [places]
         received: The bytes that nodes lack of each part, by the kind of the node. [parts, kinds of nodes]
     """
 
+    sizes: Ints
     parts: Ints
     kinds: Ints
     received: Ints
@@ -86,15 +88,18 @@ class Seats(NamedTuple):
 
     Args:
         nodes: Of each place the index of its node among the live ones, one target after the other. [places]
-        sizes: The number of places of each target.
         needs: What they need.
         lacking_domains: As of a :class:`Placement`.
     """
 
     nodes: Ints
-    sizes: Ints
     needs: _Needs
     lacking_domains: int
+
+    @property
+    def sizes(self) -> Ints:
+        """The number of places of each target."""
+        return self.needs.sizes
 
 
 class Placer:
@@ -137,6 +142,7 @@ class Placer:
         # Nodes of one pipeline never hold the same, so that domains of one node each lack nothing.
         self._wanted_domains = min(problem.max_failures + 1, len(numbers))
         self._bounds = AmountBounds()
+        self._known_needs: dict[int, tuple[Targets, _Needs]] = {}
         self._known_received: Ints = np.empty((0, len(self._has)), dtype=np.int64)
         # In so many cells of a byte.
         self._known_prices, self._cells = self._known_received, self._holdings.cells
@@ -168,9 +174,13 @@ class Placer:
         continues = go_on(targets.continues, same, self._most_complete_first, self._same_first, len(self._same))
         return targets._replace(continues=continues)
 
+    def volume(self, seats: Seats) -> tuple[int, int]:
+        """Return :attr:`Placement.copied_bytes` and :attr:`Placement.busiest_bytes` of nodes in their places."""
+        return self._volume(seats.nodes, seats.needs)
+
     def placement(self, seats: Seats) -> Placement:
         """Return which nodes are where, and what that takes."""
-        copied, busiest = self._volume(seats.nodes, seats.needs)
+        copied, busiest = self.volume(seats)
         names = self._nodes[seats.nodes].tolist()
         ends = accumulate(seats.sizes.tolist(), initial=0)
         return Placement(
@@ -205,16 +215,14 @@ class Placer:
                 pinned ones leave theirs.
             keeps_whole: Whether those that receive nothing in the cheapest placement stay as they are there.
         """
-        parts_of = self._parts_of(targets)
-        needed, sizes, continued = np.concatenate(parts_of), np.array(list(map(len, parts_of))), targets.continues
+        needs, continued = self._needs(targets), targets.continues
+        needed, sizes = needs.parts[needs.kinds], needs.sizes
         chosen = np.full(len(needed), _FREE)
         for place, node in (pinned or {}).items():
             chosen[place] = self._index_of[node]
         barred = self._indices(without)
         self._keep(chosen, barred, continued, sizes, needed)
         self._keep_equal(chosen, barred, needed)
-        parts, kinds = distinct(needed)
-        needs = _Needs(parts, kinds, self._received_by(parts))
         self._fill(chosen, barred, needs, np.repeat(continued, sizes))
         settled = self._whole(chosen, needs, sizes) if keeps_whole else np.zeros(len(needed), dtype=np.bool_)
         settled[list(pinned or ())] = True
@@ -222,7 +230,7 @@ class Placer:
         lacking = 0
         if self._wanted_domains:
             chosen, lacking = self._spread(chosen, needs)
-        return Seats(chosen, sizes, needs, lacking)
+        return Seats(chosen, needs, lacking)
 
     def copy_bounds(self, targets: Targets, without: Collection[int] = ()) -> tuple[Callable[[], tuple[int, int]], ...]:
         """Return bounds of what the busiest node and all nodes receive at least where :meth:`seats` has them.
@@ -237,15 +245,22 @@ class Placer:
 
     def _asked(self, targets: Targets, without: Collection[int]) -> tuple[Ints, Ints, Ints]:
         """Return what nodes receive in places, by the kinds of both, and how many of each kind there are."""
-        parts, kinds = distinct(np.concatenate(self._parts_of(targets)))
+        needs = self._needs(targets)
         num_nodes = np.bincount(self._node_kinds)
         num_nodes -= np.bincount(self._node_kinds[self._indices(without)], minlength=len(num_nodes))
-        return self._received_by(parts), np.bincount(kinds), num_nodes
+        return needs.received, np.bincount(needs.kinds), num_nodes
 
-    def _parts_of(self, targets: Targets) -> list[Ints]:
-        """Return the part that each place of each target needs."""
-        known = {number: self._holdings.number(targets.layouts[number]) for number in set(targets.numbers.tolist())}
-        return [known[number] for number in targets.numbers.tolist()]
+    def _needs(self, targets: Targets) -> _Needs:
+        """Return what the places need, which is asked several times of the same targets."""
+        if id(targets) not in self._known_needs:
+            layouts, layout = distinct(targets.numbers)
+            parts_of = [self._holdings.number(targets.layouts[number]) for number in layouts.tolist()]
+            num_parts = np.array(list(map(len, parts_of)))
+            sizes, firsts = num_parts[layout], (num_parts.cumsum() - num_parts)[layout]
+            parts, kinds = distinct(np.concatenate(parts_of)[ranges(firsts, sizes)])
+            needs = _Needs(sizes, parts, kinds, self._received_by(parts))
+            self._known_needs[id(targets)] = targets, needs
+        return self._known_needs[id(targets)][1]
 
     def _received_by(self, parts: Ints) -> Ints:
         """Return the bytes that nodes of each kind lack of some parts. [parts, kinds of nodes]"""

@@ -146,10 +146,11 @@ def first_candidate(
     nothing = Plan(pipelines=(), schedule_kind=problem.schedule)
     ways = _situation(problem, nothing, live, labels, factors).ways()
     # Whatever the plan, all states are new: what counts is the step.
-    return min(
-        (found for way in ways if (found := way.candidate())),
-        key=lambda each: (each.lacking_domains, nanoseconds(each.step_ms), -len(each.plan.nodes)),
-    )
+    found = [(cost, way) for way in ways if (cost := way.cost())]
+    _, best = min(found, key=lambda each: (each[0].lacking_domains, nanoseconds(each[0].step_ms), -each[1].num_nodes))
+    candidate = best.candidate()
+    assert candidate is not None
+    return candidate
 
 
 def replan(
@@ -196,8 +197,8 @@ def replan_candidates(
     """
     live, factors = _distinct(nodes), _checked(slowdowns)
     # Side by side before, of alike ones, is side by side afterwards: of a plan that differs so, little is to be told.
-    place = dict(zip(plan.nodes, range(len(plan.nodes)), strict=True))
-    live.sort(key=lambda node: place.get(node, len(place)))
+    there, before = set(live), set(plan.nodes)
+    live = [*(node for node in plan.nodes if node in there), *(node for node in live if node not in before)]
     situation = _situation(problem, plan, live, domains or {}, factors)
     return _best_first(situation.ways(), nanoseconds(problem.failure_interval_s * 1e3))
 
@@ -221,29 +222,29 @@ def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[ReplanCandida
     steps_ns = [nanoseconds(way.known_step_ms) for way in ways]
     num_equal = Counter(steps_ns)  # of those, copies decide
     # Lacking domains, the formula above times the fastest step (a whole number, so that no rounding decides), bytes.
-    left: list[tuple[int, int, int, int, ReplanCandidate | None]] = [
-        (0, interval_ns * step_ns, 0, number, None) for number, step_ns in enumerate(steps_ns)
-    ]
+    left = [(0, interval_ns * step_ns, 0, number, False) for number, step_ns in enumerate(steps_ns)]
     heapify(left)
     bounds = [
         iter(way.copy_bounds if num_equal[step_ns] > 1 else ()) for way, step_ns in zip(ways, steps_ns, strict=True)
     ]
     while left:
-        *_, number, found = heappop(left)
-        if found is not None:
-            yield found
-            continue
+        *_, number, is_known = heappop(left)
         way, step_ns = ways[number], steps_ns[number]
+        if is_known:
+            candidate = way.candidate()
+            assert candidate is not None
+            yield candidate
+            continue
         if bound := next(bounds[number], None):
             copy_ms, copied_bytes = bound()
             lacking = 0
-        elif (found := way.candidate()) is not None:
-            step_ns, copy_ms = nanoseconds(found.step_ms), found.copy_ms
-            lacking, copied_bytes = found.lacking_domains, found.copied_bytes
+        elif (cost := way.cost()) is not None:
+            step_ms, copy_ms, copied_bytes, lacking = cost
+            step_ns, is_known = nanoseconds(step_ms), True
         else:
             continue
         as_far_ns = nanoseconds(copy_ms) * fastest_ns + interval_ns * step_ns
-        heappush(left, (lacking, as_far_ns, copied_bytes, number, found))
+        heappush(left, (lacking, as_far_ns, copied_bytes, number, is_known))
 
 
 def _distinct(nodes: Sequence[int]) -> list[int]:

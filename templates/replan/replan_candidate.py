@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Ints, alike
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Line, slowed_line, split_rows
 from resilient.templates.composition.compose import Compositions, may_take
@@ -34,14 +34,14 @@ from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Placer, Seats, Targets
 from resilient.templates.replan.repair import NEW, repairs
-from resilient.templates.replan.way import CandidateKind, ReplanCandidate, StepBounds, Way, fastest_ms
+from resilient.templates.replan.way import CandidateKind, ReplanCandidate, StepBounds, Way, WayCost, fastest_ms
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import PipelineTemplate, TemplateSet
 
 # Copying over a link of unknown bandwidth is taken to be as fast as over 10 Gbit/s.
 _NOMINAL_BYTES_PER_S = 1.25e9
 
-_MOST_EXCLUSIONS = 8
+_MOST_EXCLUSIONS = 5
 """Of how many different numbers of slow nodes it is tried to let them stand by."""
 
 
@@ -193,9 +193,7 @@ class Situation:
 
     def _numbers_without(self) -> list[int]:
         """Return how many of the slowest nodes stand by."""
-        slow = len(self._slowest_first)
-        parts = min(slow, _MOST_EXCLUSIONS)
-        return [0, *(round(part * slow / parts) for part in range(1, parts + 1))]
+        return alike([self._slowdowns[node] for node in self._slowest_first], _MOST_EXCLUSIONS)
 
     def _mixed(self, most_ns: int) -> _Change | None:
         """Return the best composition in which nodes as slow as they are take places of their own, if it is better."""
@@ -308,9 +306,14 @@ class Situation:
             busiest, copied = bound()
             return _copy_ms(self._problem.cluster.inter_node, busiest), copied
 
+        @cache
+        def cost() -> WayCost:
+            copied, busiest = self._placer.volume(seats())
+            copy_ms = _copy_ms(self._problem.cluster.inter_node, busiest)
+            return WayCost(split()[1], copy_ms, copied, seats().lacking_domains)
+
         def candidate() -> ReplanCandidate:
-            placement = self._placer.placement(seats())
-            counts, step_ms = split()
+            placement, (counts, _) = self._placer.placement(seats()), split()
             pipelines = tuple(
                 Pipeline(template=targets.layouts[number], nodes=on, num_microbatches=count)
                 for number, on, count in zip(targets.numbers.tolist(), placement.nodes, counts.tolist(), strict=True)
@@ -318,10 +321,7 @@ class Situation:
             return ReplanCandidate(
                 kind=change.kind,
                 plan=Plan(pipelines=pipelines, schedule_kind=self._problem.schedule),
-                copied_bytes=placement.copied_bytes,
-                copy_ms=_copy_ms(self._problem.cluster.inter_node, placement.busiest_bytes),
-                step_ms=step_ms,
-                lacking_domains=placement.lacking_domains,
+                **cost()._asdict(),
             )
 
         return Way(
@@ -329,6 +329,7 @@ class Situation:
             num_nodes=int(self._layouts.num_nodes[targets.numbers].sum()),
             placed_step_ms=None if is_known else lambda: split()[1],
             copy_bounds=tuple(partial(copies, each) for each in self._placer.copy_bounds(targets, change.without)),
+            cost=cost,
             candidate=candidate,
         )
 

@@ -1,12 +1,13 @@
 """What the nodes of a plan hold, what the places of another need, and what a node must receive to take a place.
 
-A :data:`Part` says what one node of a template runs; nodes with equal parts hold the same bytes on the same devices.
+A :data:`.Part` says what one node of a template runs; nodes with equal parts hold the same bytes on the same devices.
 Everything here is computed once per distinct part, of which there are few however many nodes there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from math import lcm
 
@@ -14,25 +15,13 @@ import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints, distinct
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.template import PipelineTemplate
-
-Part = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
-"""Of each row of a node: first and end layer of each stage, first device, number of devices."""
+from resilient.templates.template import Part, PipelineTemplate
 
 EMPTY = 0
 """Number of the part of a node that holds nothing."""
 
 INTRA_NODE_SPEEDUP = 16
 """A byte from another node costs as much as this many from other devices of the same node."""
-
-
-def parts_of(template: PipelineTemplate) -> tuple[Part, ...]:
-    """Return the part of each node of a template; () of one that only fills its number of nodes up."""
-    rows: list[list[tuple[tuple[tuple[int, int], ...], int, int]]] = [[] for _ in range(template.num_nodes)]
-    for row in template.rows:
-        layers = tuple((stage.first_layer, stage.end_layer) for stage in row)
-        rows[row[0].node_index].append((layers, row[0].first_device, row[0].num_devices))
-    return tuple(map(tuple, rows))
 
 
 class StateResidency:
@@ -43,12 +32,7 @@ class StateResidency:
     """
 
     def __init__(self, profile: ModelProfile) -> None:
-        self.state_bytes: Ints = np.array([layer.state_bytes for layer in profile.layers], dtype=np.int64)
-        uses = np.eye(len(profile.layers), dtype=np.int64)
-        for index, layer in enumerate(profile.layers):
-            uses[index, [profile.index(owner) for owner in layer.shares]] = 1
-        # Row i counts the uses of each state by the layers before i.
-        self._used_before = np.concatenate((np.zeros_like(uses[:1]), uses.cumsum(axis=0)))
+        self.state_bytes, self._used_before = _states_of(profile)
         self._parts: list[Part] = [((((0, 0),), 0, 1),)]
         self._numbers: dict[Part, int] = {(): EMPTY}
         self._numbered: dict[int, tuple[PipelineTemplate, Ints]] = {}
@@ -61,7 +45,7 @@ class StateResidency:
         # By identity first: hashing a template takes longer than all else that is done with it here.
         if id(template) not in self._numbered:
             numbers: list[int] = []
-            for part in parts_of(template):
+            for part in template.parts:
                 if part not in self._numbers:
                     self._numbers[part] = len(self._parts)
                     self._parts.append(part)
@@ -115,6 +99,16 @@ class StateResidency:
     def _row_states(self, rows: _Rows) -> Flags:
         by_stage = self._used_before[rows.ends] > self._used_before[rows.firsts]
         return by_stage if len(rows.stages) == len(by_stage) else np.logical_or.reduceat(by_stage, rows.stages)
+
+
+@lru_cache(maxsize=32)
+def _states_of(profile: ModelProfile) -> tuple[Ints, Ints]:
+    """Return the bytes of each state, and how often it is used by the layers before each, and by all."""
+    uses = np.eye(len(profile.layers), dtype=np.int64)
+    for index, layer in enumerate(profile.layers):
+        uses[index, [profile.index(owner) for owner in layer.shares]] = 1
+    state_bytes = np.array([layer.state_bytes for layer in profile.layers], dtype=np.int64)
+    return state_bytes, np.concatenate((np.zeros_like(uses[:1]), uses.cumsum(axis=0)))
 
 
 class _Rows:

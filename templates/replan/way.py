@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,22 @@ class ReplanCandidate:
     with_more_ms: float | None = None
 
 
+class WayCost(NamedTuple):
+    """What a :class:`ReplanCandidate` takes, before its plan is written out.
+
+    Args:
+        step_ms: As there.
+        copy_ms: Likewise.
+        copied_bytes: Likewise.
+        lacking_domains: Likewise.
+    """
+
+    step_ms: float
+    copy_ms: float
+    copied_bytes: int
+    lacking_domains: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """A candidate before its nodes are in their places.
@@ -59,13 +75,15 @@ class Way:
         placed_step_ms: Places the nodes and returns how long a step takes; None where that is ``least_step_ms``.
         copy_bounds: Each returns how long copies take at least, in ms, and how many bytes are copied at least; the
             later, the higher, and the longer it takes.
-        candidate: Places the nodes and returns the candidate; None where the step shows to be too long.
+        cost: Places the nodes and returns what the candidate takes; None where the step shows to be too long.
+        candidate: Likewise returns the candidate.
     """
 
     least_step_ms: float
     num_nodes: int
     placed_step_ms: Callable[[], float] | None
     copy_bounds: Sequence[Callable[[], tuple[float, int]]]
+    cost: Callable[[], WayCost | None]
     candidate: Callable[[], ReplanCandidate | None]
 
     @cached_property
@@ -85,7 +103,10 @@ class Way:
             found = self.candidate() if self.step_ms < step_ms else None
             return found and replace(found, with_more_ms=step_ms)
 
-        return replace(self, least_step_ms=self.known_step_ms, candidate=candidate)
+        def cost() -> WayCost | None:
+            return self.cost() if self.step_ms < step_ms else None
+
+        return replace(self, least_step_ms=self.known_step_ms, cost=cost, candidate=candidate)
 
 
 class StepBounds:

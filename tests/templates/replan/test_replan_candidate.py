@@ -13,7 +13,7 @@ from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan, replan_candidates, templates_for
 from resilient.templates.replan.replan_candidate import Situation
-from resilient.templates.replan.way import ReplanCandidate, Way
+from resilient.templates.replan.way import ReplanCandidate, Way, WayCost
 from resilient.templates.search.template_sizes import usable_nodes
 from resilient.templates.template import TemplateSet
 from tests.templates.jobs import cut, enough_nodes, layout, plan_of, problems, profile, template_set
@@ -83,6 +83,10 @@ def test_steps_take_as_long_as_slow_nodes_make_them() -> None:
     assert (layout(slow.plan), slow.step_ms) == ([((0, 1), 2), ((2, 3), 10)], 33.0)
 
 
+def cost_of(candidate: ReplanCandidate) -> WayCost:
+    return WayCost(candidate.step_ms, candidate.copy_ms, candidate.copied_bytes, candidate.lacking_domains)
+
+
 def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the busiest node copies may be the same."""
     equal = [
@@ -93,9 +97,9 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     ]
     copied: list[int] = []
 
-    def place(candidate: ReplanCandidate) -> ReplanCandidate:
+    def place(candidate: ReplanCandidate) -> WayCost:
         copied.append(candidate.copied_bytes)
-        return candidate
+        return cost_of(candidate)
 
     ways = [
         Way(
@@ -103,7 +107,8 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
             num_nodes=4,
             placed_step_ms=None,
             copy_bounds=[lambda each=each: (each.copy_ms, each.copied_bytes - 1)],
-            candidate=lambda each=each: place(each),
+            cost=lambda each=each: place(each),
+            candidate=lambda each=each: each,
         )
         for each in equal
     ]
@@ -126,16 +131,17 @@ def test_a_way_whose_step_is_known_to_be_longer_is_no_candidate_before_the_other
             kind="composed", plan=plan_of(), copied_bytes=0, copy_ms=0.0, step_ms=step_ms, lacking_domains=0
         )
 
-        def candidate() -> ReplanCandidate:
+        def cost() -> WayCost:
             asked.append(step_ms)
-            return found
+            return cost_of(found)
 
         return Way(
             least_step_ms=least_step_ms,
             num_nodes=4,
             placed_step_ms=lambda: step_ms,
             copy_bounds=[lambda: (0.0, 0)],
-            candidate=candidate,
+            cost=cost,
+            candidate=lambda: found,
         )
 
     ways = [way(1.0, 4.0), way(1.0, 3.0), way(2.0, 2.0)]
