@@ -28,7 +28,7 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(there), (there.cumsum() - 1)[numbers]
 
 
-def alike(values: Sequence[float], most: int) -> list[int]:
+def alike_parts(values: Sequence[float], most: int) -> list[int]:
     """Return where parts of alike numbers begin, 0 first, and where the last one ends.
 
     The part whose numbers differ most is cut in two, again and again, where two neighbours differ most; of equal

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints, alike
+from resilient.templates.common.arrays import Ints, alike_parts
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Line, slowed_line, split_rows
 from resilient.templates.composition.compose import Compositions, may_take
@@ -193,7 +193,7 @@ class Situation:
 
     def _numbers_without(self) -> list[int]:
         """Return how many of the slowest nodes stand by."""
-        return alike([self._slowdowns[node] for node in self._slowest_first], _MOST_EXCLUSIONS)
+        return alike_parts([self._slowdowns[node] for node in self._slowest_first], _MOST_EXCLUSIONS)
 
     def _mixed(self, most_ns: int) -> _Change | None:
         """Return the best composition in which nodes as slow as they are take places of their own, if it is better."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.templates.common.arrays import alike, distinct, ranges
+from resilient.templates.common.arrays import alike_parts, distinct, ranges
 
 
 def test_ranges_follow_one_another() -> None:
@@ -36,12 +36,12 @@ def test_distinct_numbers_are_those_that_sorting_finds(numbers: list[int]) -> No
     ],
 )
 def test_numbers_are_cut_where_they_differ(values: list[float], cuts: list[int]) -> None:
-    assert alike(values, 4) == cuts
+    assert alike_parts(values, 4) == cuts
 
 
 @given(st.lists(st.floats(1.0, 50.0)), st.integers(1, 6))
 def test_parts_hold_all_numbers_and_are_as_many_as_may_be(values: list[float], most: int) -> None:
-    cuts = alike(sorted(values, reverse=True), most)
+    cuts = alike_parts(sorted(values, reverse=True), most)
     assert (cuts[0], cuts[-1]) == (0, len(values))
     assert len(cuts) - 1 == min(most, len(values))
     assert all(first < end for first, end in pairwise(cuts))
