@@ -265,11 +265,10 @@ class PipelineTemplate:
         return self._line_ms((1.0,) * self.num_nodes)
 
     def _line_ms(self, node_factors: Sequence[float]) -> tuple[float, float]:
-        rows = [
-            (busy_ms * node_factors[node], filling_ms * node_factors[node])
-            for node, busy_ms, filling_ms in self._rows_ms
-        ]
+        rows = [(busy * node_factors[node], filling * node_factors[node]) for node, busy, filling in self._rows_ms]
         slowest, its_own = max(rows)
+        if self.lanes == (CHAIN,) and self.num_chunks == 1:
+            return max(math.fsum(filling_ms for _, filling_ms in rows), its_own) - its_own, slowest
         slowest_row = rows.index((slowest, its_own))
         chunks = Counter(stage.lane for stage in self.rows[slowest_row])
         lanes: dict[LaneName, list[float]] = {}

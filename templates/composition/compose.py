@@ -12,7 +12,7 @@ number of nodes at once; what a pipeline has no use for stands by.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,6 +30,9 @@ from resilient.templates.template import TemplateSet
 
 if TYPE_CHECKING:  # it loads numba, and most processes that import the planner never compose
     from resilient.templates.composition.knapsack import Composed
+
+_NEVER = 2**62
+"""Longer than any step, in ns."""
 
 
 def compose(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> tuple[int, ...]:
@@ -84,23 +87,23 @@ def compositions(templates: TemplateSet, num_nodes: int, num_microbatches: int, 
     return Compositions(every, fastest)
 
 
-def may_take(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int, step_ns: int) -> bool:
-    """Return False only where every step takes longer than ``step_ns``, with :func:`compose`'s arguments.
+@lru_cache(maxsize=1024)
+def least_step_ns(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> int:
+    """Return a time that a step takes at least, with :func:`compose`'s arguments; more than any where there is none.
 
     That holds for any number of nodes up to ``num_nodes``, whichever of them are slow, and by how much. There must be a
     place for all of them.
     """
+    least_ns = _NEVER
     if min_pipelines == 1 and num_nodes >= templates.sizes[0]:
         alone = least_lines_of_sizes(templates, alone=True).finish_ns(num_microbatches)
-        if alone[: num_nodes - templates.sizes[0] + 1].min() <= step_ns:
-            return True
+        least_ns = int(alone[: num_nodes - templates.sizes[0] + 1].min())
     several = max(2, min_pipelines)
-    if templates.most_pipelines(num_nodes, num_microbatches) < several:
-        return False
-    least = least_lines_of_sizes(templates)
-    return _Knapsack(templates, num_nodes, num_microbatches, several, may_idle=True, line_table=least).is_enough(
-        step_ns
-    )
+    if templates.most_pipelines(num_nodes, num_microbatches) >= several:
+        table = least_lines_of_sizes(templates)
+        least = _Knapsack(templates, num_nodes, num_microbatches, several, may_idle=True, line_table=table).least_ns()
+        least_ns = min(least_ns, least)
+    return least_ns
 
 
 def _check(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
@@ -182,11 +185,15 @@ class _Knapsack:
         """Return the least step time and its composition, descending; None if it is more than ``most_ns``."""
         if most_ns is not None and not self.is_enough(most_ns):
             return None
-        from resilient.templates.composition.knapsack import least_step
-
-        tau = least_step(self._asked, self._longest if most_ns is None else most_ns)
+        tau = self.least_ns(most_ns)
         sizes = self._composition(tau)
         return tau, self._in_use(sizes, tau) if self._may_idle else sizes
+
+    def least_ns(self, most_ns: int | None = None) -> int:
+        """Return the least step time; ``most_ns`` must be enough."""
+        from resilient.templates.composition.knapsack import least_step
+
+        return least_step(self._asked, self._longest if most_ns is None else most_ns)
 
     def _in_use(self, sizes: tuple[int, ...], tau_ns: int) -> tuple[int, ...]:
         """Return how many nodes of each pipeline are in use, descending: as many as there is time for."""

@@ -34,7 +34,7 @@ class SlowPipeline(NamedTuple):
 
 
 class SlowLines(NamedTuple):
-    """Lines of layouts with the same slow nodes: by size, then by microbatches of a round, then as the fill falls.
+    """Lines of layouts with the same slow nodes: by size, then by microbatches of a round, then as rounds get shorter.
 
     Args:
         pipelines: What the lines are of.
@@ -93,16 +93,21 @@ class Arrangements:
         self._num_chunks = np.array([layout.num_chunks for layout in layouts])[self._layout]
         self._sync_ms = np.array([(layout.sync_ms, layout.lone_sync_ms) for layout in layouts])[self._layout].T
 
-    def lines(self, group: Factors, sizes: range, *, alone: bool) -> SlowLines:
+    def lines(self, group: Factors, sizes: range, within: tuple[int, int], *, alone: bool) -> SlowLines:
         """Return the lines of layouts of some numbers of nodes, with slow nodes of these factors.
 
-        Those that another one of their size is as fast as, whatever the number of microbatches, are left out.
+        Args:
+            group: The factors.
+            sizes: The numbers of nodes.
+            within: The step's times of interest, in ns, from the first to the last. Of those of a size the lines are
+                returned that get through most at one of them.
+            alone: Whether a pipeline is the only one of a plan.
         """
         first, end = np.searchsorted(self._sizes[self._layout], (sizes.start, sizes.stop)).tolist()
         looked_at = slice(first, end)
         fill, slowest = np.rint(self._times_ms(group, looked_at, alone=alone) * 1e6).astype(np.int64).T
         slowest = np.maximum(slowest, 1)
-        kept: Ints = compiled(_fastest)(fill, slowest, self._kind[looked_at])
+        kept: Ints = compiled(_get_through_most)(fill, slowest, self._kind[looked_at], *within)
         layout = self._layout[looked_at][kept]
         columns = fill[kept], slowest[kept], self._round_sizes[layout]
         return SlowLines(
@@ -226,38 +231,36 @@ def _chain_times(
     return times
 
 
-def _fastest(fill: Ints, slowest: Ints, of_kind: Ints) -> Ints:
-    """Return the lines that some number of microbatches wants, of those of a kind, which stand together.
+def _get_through_most(fill: Ints, slowest: Ints, of_kind: Ints, low_ns: int, high_ns: int) -> Ints:
+    """Return the lines that of their kind get through most rounds, one at least, at some time from ``low_ns`` on.
 
-    They come kind by kind, falling in what they fill and rising in the slowest row; of equal ones the first.
+    They are those that are done first with some number of rounds, from what is done by ``low_ns`` to what is by
+    ``high_ns``. One that is done first with so many, and not with more of them, is behind one with shorter rounds.
+
+    Args:
+        fill: Of the lines; those of a kind stand together.
+        slowest: Likewise.
+        of_kind: Likewise.
+        low_ns: The first time of interest.
+        high_ns: The last.
     """
-    kept, filled, taken = np.empty((3, len(fill)), dtype=np.int64)  # the last two are of the kept ones
-    first = end = 0
-    for index in range(len(fill)):
-        if index and of_kind[index] != of_kind[index - 1]:
-            first = end
-        place, above = first, end
-        while place < above:
-            middle = (place + above) // 2
-            if taken[middle] > slowest[index]:
-                above = middle
-            else:
-                place = middle + 1
-        if place > first and filled[place - 1] <= fill[index]:
-            continue
-        if place > first and taken[place - 1] == slowest[index]:
-            place -= 1
-        after = place
-        while after < end and filled[after] >= fill[index]:
-            after += 1
-        if after == place:
-            for moved in range(end, place, -1):
-                kept[moved], filled[moved], taken[moved] = kept[moved - 1], filled[moved - 1], taken[moved - 1]
+    kept, number, first = np.empty(len(fill), dtype=np.int64), 0, 0
+    while first < len(fill):
+        end, rounds, most = first, 1, 0
+        while end < len(fill) and of_kind[end] == of_kind[first]:
+            rounds = max(rounds, (low_ns - fill[end]) // slowest[end])
+            most = max(most, (high_ns - fill[end]) // slowest[end])
             end += 1
-        elif after > place + 1:
-            for moved in range(after, end):
-                to = moved - (after - place - 1)
-                kept[to], filled[to], taken[to] = kept[moved], filled[moved], taken[moved]
-            end -= after - place - 1
-        kept[place], filled[place], taken[place] = index, fill[index], slowest[index]
-    return kept[:end].copy()
+        while rounds <= most:
+            best = first
+            for line in range(first + 1, end):
+                done, best_done = fill[line] + rounds * slowest[line], fill[best] + rounds * slowest[best]
+                if done < best_done or (done == best_done and slowest[line] < slowest[best]):
+                    best = line
+            kept[number], number = best, number + 1
+            rounds = most + 1
+            for line in range(first, end):
+                if slowest[line] < slowest[best]:
+                    rounds = min(rounds, (fill[line] - fill[best]) // (slowest[best] - slowest[line]) + 1)
+        first = end
+    return kept[:number].copy()

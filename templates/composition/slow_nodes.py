@@ -49,7 +49,7 @@ def compose_with_slow(
     factors: Sequence[float],
     num_microbatches: int,
     min_pipelines: int,
-    most_ns: int,
+    within: tuple[int, int],
 ) -> MixedComposition | None:
     """Return the composition with the shortest step in which slow nodes take part; None if none is short enough.
 
@@ -59,19 +59,19 @@ def compose_with_slow(
         factors: Of the nodes that are, each above 1; no more than :data:`MOST_SLOW` are looked at.
         num_microbatches: Of a step over all pipelines; also the most pipelines there can be.
         min_pipelines: The fewest pipelines, f + 1; at least 1.
-        most_ns: The longest step of interest.
+        within: A time that no step is shorter than, in ns, and the longest step of interest.
     """
     slow = tuple(sorted(factors, reverse=True))
     if num_fast + len(slow) < templates.sizes[0]:
         return None
     best: tuple[int, MixedComposition] | None = None
     if min_pipelines == 1:
-        best = _best_lone(templates, num_fast, slow, num_microbatches, most_ns)
-        most_ns = best[0] - 1 if best else most_ns
+        best = _best_lone(templates, num_fast, slow, num_microbatches, within)
+        within = within[0], (best[0] - 1 if best else within[1])
     if templates.most_pipelines(num_fast + len(slow), num_microbatches) < 2:
         return best[1] if best else None
-    several = _Table(templates, num_fast, slow, num_microbatches, max(2, min_pipelines))
-    return several.best(most_ns) or (best[1] if best else None)
+    several = _Table(templates, num_fast, slow, num_microbatches, max(2, min_pipelines), within)
+    return several.best() or (best[1] if best else None)
 
 
 def prepare_places(templates: TemplateSet, num_nodes: int) -> None:
@@ -86,15 +86,17 @@ def searched(templates: TemplateSet, num_slow: int) -> int:
 
 
 def _best_lone(
-    templates: TemplateSet, num_fast: int, slow: Factors, num_microbatches: int, most_ns: int
+    templates: TemplateSet, num_fast: int, slow: Factors, num_microbatches: int, within: tuple[int, int]
 ) -> tuple[int, MixedComposition] | None:
     found: tuple[int, int, int, MixedComposition] | None = None
-    for number, each in enumerate(_slow_lines(templates, num_fast, slow, alone=True)):
+    for number, each in enumerate(_slow_lines(templates, num_fast, slow, within, alone=True)):
+        if not len(each.sizes):
+            continue
         times = each.table.finish_ns(num_microbatches)[:, 0]
         index = int(times.argmin())
         # Of equal steps the one with fewest nodes.
         key = int(times[index]), int(each.sizes[index]), number
-        if key[0] <= most_ns and (found is None or key < found[:3]):
+        if key[0] <= within[1] and (found is None or key < found[:3]):
             found = *key, MixedComposition((each.pipelines.pipeline(index),), ())
     return (found[0], found[3]) if found else None
 
@@ -104,14 +106,16 @@ def _groups(slow: Factors) -> list[Factors]:
     return list(dict.fromkeys(group for number in range(1, len(slow) + 1) for group in combinations(slow, number)))
 
 
-def _slow_lines(templates: TemplateSet, num_fast: int, slow: Factors, *, alone: bool = False) -> Iterator[SlowLines]:
+def _slow_lines(
+    templates: TemplateSet, num_fast: int, slow: Factors, within: tuple[int, int], *, alone: bool = False
+) -> Iterator[SlowLines]:
     """Yield the lines of layouts with each choice of one or more of the slow nodes, where others fill them up."""
     of_templates = templates.sizes if alone else templates.sizes_beside
     for group in _groups(slow):
         number = len(group)
         sizes = range(max(number, of_templates.start), min(number + num_fast, of_templates.stop - 1) + 1)
         if sizes:
-            yield _arrangements(templates, number).lines(group, sizes, alone=alone)
+            yield _arrangements(templates, number).lines(group, sizes, within, alone=alone)
 
 
 @lru_cache(maxsize=32)
@@ -128,9 +132,15 @@ class _Table:
     """
 
     def __init__(
-        self, templates: TemplateSet, num_fast: int, slow: Factors, num_microbatches: int, min_pipelines: int
+        self,
+        templates: TemplateSet,
+        num_fast: int,
+        slow: Factors,
+        num_microbatches: int,
+        min_pipelines: int,
+        within: tuple[int, int],
     ) -> None:
-        self._templates, self._slow, self._num_fast = templates, slow, num_fast
+        self._templates, self._slow, self._num_fast, self._within = templates, slow, num_fast, within
         self._num_microbatches, self._min_pipelines = num_microbatches, min_pipelines
         self._smallest = templates.sizes_beside[0]
         self._fast_sizes = range(self._smallest, min(templates.sizes[-1], num_fast) + 1)
@@ -141,7 +151,7 @@ class _Table:
         # Pipelines with slow nodes have so many others at most.
         self._width = min(num_fast, len(slow) * templates.sizes[-1]) + 1
         fast = [templates.of(size) for size in self._fast_sizes]
-        self._slow_lines = list(_slow_lines(templates, num_fast, slow))
+        self._slow_lines = list(_slow_lines(templates, num_fast, slow, within))
         self._kinds: list[tuple[Factors, int]] = [((), size) for size in self._fast_sizes]
         num_lines = list(map(len, fast))
         for each in self._slow_lines:
@@ -156,15 +166,16 @@ class _Table:
             tables.insert(0, lines_of_layouts(templates).rows(range(first, first + sum(num_lines[: len(fast)]))))
         self._lines = LineTable(*map(np.concatenate, zip(*tables, strict=True)))
 
-    def best(self, most_ns: int) -> MixedComposition | None:
-        """Return the composition with the shortest step, up to ``most_ns``."""
+    def best(self) -> MixedComposition | None:
+        """Return the composition with the shortest step, of those within the times of interest."""
+        low, most_ns = self._within
         if self._last_row < self._min_pipelines:
             return None
         by_kind, before, _ = self._done(most_ns)
         num_done, middle, guesses = self._num_done(by_kind), most_ns, _GUESSES
         if num_done < self._num_microbatches:
             return None
-        low, high = 0, min(most_ns, max(0, before))
+        high = min(most_ns, max(low, before))
         while low < high:
             # About as much more is done as there is more time.
             guess = middle + middle * (self._num_microbatches - num_done) // self._num_microbatches

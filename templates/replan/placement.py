@@ -239,7 +239,7 @@ class Placer:
             What tells them, from what is soon told to the highest.
         """
         if self._wanted_domains:
-            return (lambda: (0, 0),)  # nodes that stand by may take a place
+            without = ()  # nodes that stand by may take a place
         asked, bounds = cache(lambda: self._asked(targets, without)), self._bounds
         return tuple(lambda of=of: of(*asked()) for of in (bounds.asked, bounds.learnt, bounds.least))
 

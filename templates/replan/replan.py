@@ -102,7 +102,7 @@ def warm_up() -> None:
     zones = {node: str(place) for pipeline in plan.pipelines for place, node in enumerate(pipeline.nodes)}
     replan(problem, plan, range(4), domains=zones)
     replan(problem, plan, range(4), slowdowns={0: 2.0})
-    compose_with_slow(templates_for(problem, 4), 3, [2.0], problem.num_microbatches, 2, nanoseconds(1e6))
+    compose_with_slow(templates_for(problem, 4), 3, [2.0], problem.num_microbatches, 2, (0, nanoseconds(1e6)))
     first = layers[0]
     transfers_between({first.name: {0: first.whole}}, {first.name: {1: first.whole}})
 

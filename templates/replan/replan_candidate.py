@@ -26,7 +26,7 @@ import numpy as np
 from resilient.templates.common.arrays import Ints, alike_parts
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Line, slowed_line, split_rows
-from resilient.templates.composition.compose import Compositions, may_take
+from resilient.templates.composition.compose import Compositions, least_step_ns
 from resilient.templates.composition.slow_lines import SlowPipeline
 from resilient.templates.composition.slow_nodes import compose_with_slow, searched
 from resilient.templates.inputs.cluster import Link
@@ -118,7 +118,7 @@ class Situation:
         if self._slowest_first:
             shortest_ms = fastest_ms(found)
             if self._may_take_less(shortest_ms, most):
-                mixed = self._mixed(nanoseconds(shortest_ms) - 1)
+                mixed = self._mixed((self._least_ns(most), nanoseconds(shortest_ms) - 1))
                 found.extend(self._distinct([mixed] if mixed else [], set()))
         with_most = [way for way in found if way.num_nodes == most]
         with_most_ms = fastest_ms(with_most)
@@ -135,11 +135,14 @@ class Situation:
 
     def _may_take_less(self, step_ms: float, num_nodes: int) -> bool:
         """Return False only where no step on up to so many of the nodes is shorter."""
+        return self._least_ns(num_nodes) < nanoseconds(step_ms)
+
+    def _least_ns(self, num_nodes: int) -> int:
+        """Return a time that no step on up to so many of the nodes is shorter than."""
         num_microbatches, min_pipelines = self._problem.num_microbatches, self._problem.max_failures + 1
-        most_ns = nanoseconds(step_ms) - 1
-        return not self._layouts.are_of_set or may_take(
-            self._templates, num_nodes, num_microbatches, min_pipelines, most_ns
-        )
+        if not self._layouts.are_of_set:
+            return 0
+        return least_step_ns(self._templates, num_nodes, num_microbatches, min_pipelines)
 
     def _distinct(self, changes: Iterable[_Change], seen: set[object]) -> Iterator[Way]:
         for change in changes:
@@ -195,7 +198,7 @@ class Situation:
         """Return how many of the slowest nodes stand by."""
         return alike_parts([self._slowdowns[node] for node in self._slowest_first], _MOST_EXCLUSIONS)
 
-    def _mixed(self, most_ns: int) -> _Change | None:
+    def _mixed(self, within: tuple[int, int]) -> _Change | None:
         """Return the best composition in which nodes as slow as they are take places of their own, if it is better."""
         slowest = self._slowest_first[: searched(self._templates, len(self._slowest_first))]
         if not slowest:
@@ -206,7 +209,7 @@ class Situation:
             [self._slowdowns[node] for node in slowest],
             self._problem.num_microbatches,
             self._problem.max_failures + 1,
-            most_ns,
+            within,
         )
         if found is None:
             return None

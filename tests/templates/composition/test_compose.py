@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.templates.composition.batch_split import Lines, least_line, lines, slowed_line
-from resilient.templates.composition.compose import compose, compositions, may_take
+from resilient.templates.composition.compose import compose, compositions, least_step_ns
 from resilient.templates.template import TemplateSet
 from tests.templates.jobs import step_ns, template, template_set
 
@@ -79,8 +79,7 @@ def test_nodes_stand_by_exactly_where_that_is_faster(data: st.DataObject) -> Non
     fastest_ns = min(steps.values())
     assert step_of(templates, found.fastest, case[1]) == fastest_ns
     # Of these layouts the slowest row fills most.
-    assert may_take(templates, *case, fastest_ns)
-    assert not may_take(templates, *case, fastest_ns - 1)
+    assert least_step_ns(templates, *case) == fastest_ns
     assert case[2] <= len(found.fastest) <= case[1]
     assert list(found.fastest) == sorted(found.fastest, reverse=True)
     if steps[case[0]] == fastest_ns:
@@ -96,10 +95,7 @@ def test_a_step_may_take_what_slow_nodes_make_it_shorter_by(num_pipelines: int) 
     alone = num_pipelines == 1
     profiled, slowed = (slowed_line(layout, (1.0, each), alone=alone).finish_ns(1) for each in (1.0, 1.11))
     assert slowed < profiled
-    assert may_take(*case, slowed)
-    least = least_line(layout, alone=alone).finish_ns(1)
-    assert may_take(*case, least)
-    assert not may_take(*case, least - 1)
+    assert least_step_ns(*case) == least_line(layout, alone=alone).finish_ns(1) <= slowed
 
 
 def test_of_more_nodes_than_help_as_many_are_in_use_as_do_no_harm() -> None:

@@ -53,7 +53,7 @@ def test_first_change_with_slow_nodes_and_domains_loads_nothing_after_warm_up() 
         "to_spread",
         "to_save",
         "_chain_times",
-        "_fastest",
+        "_get_through_most",
         "_fill_counted",
         "go_on",
         "make_viable",
@@ -69,5 +69,5 @@ def test_where_slow_nodes_may_be_is_known_after_preparing(monkeypatch: pytest.Mo
 
     for num_fast in (1, 3, 5, 9):
         templates = templates_for(problem, num_fast + 2)
-        found = slow_nodes.compose_with_slow(templates, num_fast, [3.0, 2.0], 13, 2, most_ns=10**12)
+        found = slow_nodes.compose_with_slow(templates, num_fast, [3.0, 2.0], 13, 2, (0, 10**12))
         assert found is not None
