@@ -52,6 +52,7 @@ class PassSeen:
         input_bytes: Of what enters.
         read_bytes: Of what is loaded of the microbatch where the layer is, and not kept.
         loaded_bytes: Of all that is loaded of it.
+        keeps_nothing: Nothing at all is kept, not even a parameter.
         input_gradient: Some tensor that enters wants a gradient, though the layer may do no more than hand it on: an
             encoder does so with the features of the encoders before it.
         differentiates: A gradient is computed for one of them.
@@ -65,6 +66,7 @@ class PassSeen:
     input_bytes: int
     read_bytes: int
     loaded_bytes: int
+    keeps_nothing: bool
     input_gradient: bool
     differentiates: bool
 
@@ -216,18 +218,18 @@ class LayerPass:
         entered = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in self._received.values()}
         wanted = {_address(tensor) for tensor in self._received.values() if tensor.requires_grad}
         own = sum(kept[each] for each in kept.keys() - parameters - handed_on - read.keys() - entered.keys())
-        unseen = wanted - kept.keys() - handed_on - read.keys()
         kept_of_entered = sum(entered[each] for each in kept.keys() & entered.keys() - handed_on - read.keys())
         found, deferred = self._split_backward()
         seen = PassSeen(
             activation_bytes=own + kept_of_entered + sum(read[each] for each in kept.keys() & read.keys()),
-            entered_bytes=sum(entered[each] for each in unseen),
+            entered_bytes=sum(entered[each] for each in wanted - kept.keys() - handed_on - read.keys()),
             given_bytes=sum(kept[each] for each in kept.keys() & handed_on - entered.keys() - read.keys()),
             own_bytes=own,
             deferred_bytes=deferred.num_bytes if found else 0,
             input_bytes=sum(map(_num_bytes, self._received.values())),
             read_bytes=sum(map(_num_bytes, self._loaded(kept.keys() | handed_on).values())),
             loaded_bytes=sum(map(_num_bytes, self._loaded(set()).values())),
+            keeps_nothing=not kept,
             input_gradient=any(tensor.requires_grad for tensor in self._received.values()),
             differentiates=any(gradient is not None for gradient in found),
         )

@@ -44,7 +44,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 14
+PROFILER_VERSION = 15
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -257,6 +257,7 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
         input_bytes=max(seen.input_bytes for seen in measured.seen),
         read_bytes=max(seen.read_bytes for seen in measured.seen),
         loaded_bytes=max(seen.loaded_bytes for seen in measured.seen),
+        keeps_nothing=all(seen.keeps_nothing for seen in measured.seen),
         trainable=measured.trainable,
         input_gradient=any(seen.input_gradient for seen in measured.seen),
         shares=tuple(dict.fromkeys(owner for owner, _ in measured.spec.tied.values())),

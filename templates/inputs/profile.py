@@ -96,6 +96,8 @@ class LayerProfile:
         read_bytes: Bytes of what a device loads of a microbatch for the layer, or for the loss behind it, and keeps no
             longer than it runs; what is not known is 0.
         loaded_bytes: The same with what it keeps: all of that stays where the layer is to run again.
+        keeps_nothing: Whether its backward needs nothing of its forward, not even parameters: it has not to run again
+            where others do, nor is its input kept for that.
         segments: Bytes of what its state consists of, one after the other: what is trained, what is frozen, each
             optimizer slot, what has a type of its own. Devices that divide the state each have an equal part of every
             one: of a parameter and of its slots the same. Empty where that is not known: one segment.
@@ -116,6 +118,7 @@ class LayerProfile:
     input_bytes: int = 0
     read_bytes: int = 0
     loaded_bytes: int = 0
+    keeps_nothing: bool = False
     segments: tuple[int, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
     trainable: bool = True

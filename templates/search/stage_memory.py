@@ -34,8 +34,8 @@ class StageMemory:
             microbatch. [L, L + 1]
         kept: Of each microbatch in flight, with what is handed on, until its backward or the first part of it is over.
             [L, L + 1]
-        inputs: The same where layers run again, which keep their inputs alone, and what was loaded. (A layer behind the
-            first one that keeps nothing at all lets go of its input; that counts nevertheless.) [L, L + 1]
+        inputs: The same where layers run again, which keep their inputs alone, and what was loaded; the first layer's
+            is there anyway. [L, L + 1]
         waiting: Of each microbatch between the two parts of a split backward: as much, and the gradients that wait at
             parameters, without the one that came back. Nothing where the second part has nothing to do, and no more
             than before where the first has not, as no input wants a gradient. [L, L + 1]
@@ -53,7 +53,9 @@ class StageMemory:
         table = _rising if rising else _of_stages
         activations = _prefix_sums(costs.kept[option])
         runs = [layer.trainable or layer.input_gradient for layer in layers]  # others are never run again
-        inputs = _prefix_sums([each * run for each, run in zip(costs.inputs[option], runs, strict=True)])
+        entering = np.array(costs.inputs[option], dtype=np.int64) * runs
+        unkept = entering * [layer.keeps_nothing for layer in layers]
+        inputs = _prefix_sums(entering - unkept)
         loaded = _largest([layer.loaded_bytes * run for layer, run in zip(layers, runs, strict=True)])
         self.handed_on = handed_on = np.array(costs.handed_on[option], dtype=np.int64)
         self.arriving = np.array(costs.arriving[option], dtype=np.int64)
@@ -67,9 +69,9 @@ class StageMemory:
             for of in (costs.workspace, costs.ending, costs.apart, costs.given, costs.again, costs.ending_again)
         )
         newest = once.of(activations[1:], among, ending) - activations[:-1, None] + entered
-        kept_inputs = inputs + handed_on - inputs[:-1, None] + loaded
+        kept_inputs = inputs + handed_on - inputs[:-1, None] + unkept[:, None] + loaded
         self.inputs = table(kept_inputs)
-        newest_again = once.of(inputs[1:], again, ending_again) - inputs[:-1, None] + loaded
+        newest_again = once.of(inputs[1:] + unkept, again, ending_again) - inputs[:-1, None] + unkept[:, None] + loaded
         self.largest = table(np.maximum(kept_inputs, newest_again)) - self.inputs
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
         read = _largest([layer.read_bytes for layer in layers])

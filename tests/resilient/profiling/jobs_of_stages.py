@@ -112,6 +112,17 @@ def rectified() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
 
 
+class Shifted(nn.Module):
+    """It keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
 class Twice(nn.Module):
     """A block that runs twice."""
 

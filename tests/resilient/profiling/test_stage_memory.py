@@ -31,6 +31,7 @@ from tests.resilient.profiling.jobs_of_stages import (
     TOKENS,
     WIDTH,
     GatedBlock,
+    Shifted,
     Twice,
     chain,
     convolutions,
@@ -65,6 +66,7 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
         "large rectified, a frozen stage": partly_frozen([rectified] * 6, 2, 3, num_points=LARGE),
         "large normed": partly_frozen([normed] * 6, num_points=LARGE),
         "large twice": partly_frozen([Twice] * 6, num_points=LARGE),
+        "large shifted": partly_frozen([normed, Shifted] * 3, num_points=LARGE),
         "large parts": partly_frozen(parts(), num_points=LARGE),
         "widened": widened(),
         "narrow": narrow(),
@@ -80,6 +82,14 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
     "chain, a stage of 3 layers among others": ("chain", pipeline((0, 1, 4, 8), 8, 0, 1, 1, 1), 1),
     "chain, sharded over 3": ("chain", pipeline((0, 4, 8), 8, 0, 1, 1, shard=3), 0),
     "chain, layers that run again": ("chain", pipeline((0, 4, 8), 8, 0, 1, 1, recomputed=4), 0),
+    **{
+        f"layers that keep nothing and run again, stage {row}": (
+            "large shifted",
+            pipeline((0, 2, 4, 6), 8, 0, 1, 1, 1, recomputed=2),
+            row,
+        )
+        for row in range(3)
+    },
     "llama, 2 stages": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 0),
     "llama, sharded over 2": ("llama", pipeline((0, 6), 8, 0, 1, shard=2), 0),
     "llama, 2 stages of 2 tensor-parallel devices": ("llama", pipeline((0, 3, 6), 8, 0, 2, 2), 1),

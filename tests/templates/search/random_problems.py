@@ -53,6 +53,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
             input_bytes=draw(st.integers(0, 2)),
             read_bytes=draw(st.integers(0, 2)),
             loaded_bytes=draw(st.integers(0, 3)),
+            keeps_nothing=draw(st.booleans()),
             shares=draw(st.sampled_from([(), (), (), ("l0",)])) if index else (),
         )
 

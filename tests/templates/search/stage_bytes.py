@@ -92,18 +92,25 @@ class StageBytes:
     def _newest_again(self, number: int, end: int) -> int:
         """As the first, where layers run again."""
         cost, there = self._costs[number], self._inputs(number + 1) + self._loaded(end) + self._once(number, end)
+        there += self._unkept(number)
         ending = cost.ending_workspace_bytes or cost.workspace_bytes
         if number == end - 1:
             return there + (cost.ending_again_bytes or cost.activation_bytes + ending) + self._handed_on(end)
         return there + (cost.again_bytes or cost.activation_bytes + cost.workspace_bytes) + self._returned(end)
 
     def _inputs(self, end: int) -> int:
-        """What layers keep that run again, as those do which have a backward."""
+        """What layers keep that run again, as those do which have a backward and need something for it."""
         return sum(
             self._entering(self._first + number)
             for number, layer in enumerate(self._layers[:end])
-            if layer.trainable or layer.input_gradient
+            if (layer.trainable or layer.input_gradient) and (number == 0 or not layer.keeps_nothing)
         )
+
+    def _unkept(self, number: int) -> int:
+        """What enters one that needs nothing while it runs."""
+        layer = self._layers[number]
+        runs = layer.trainable or layer.input_gradient
+        return self._entering(self._first + number) * (runs and layer.keeps_nothing)
 
     def _loaded(self, end: int) -> int:
         runs = (layer.loaded_bytes for layer in self._layers[:end] if layer.trainable or layer.input_gradient)
