@@ -128,14 +128,15 @@ class Stage:
         """
         received = dict(activations)
         losses: list[tuple[str, Tensor]] = []
-        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
-            for number, layer in enumerate(self._layers):
-                run = partial(self._run, layer, batch, step, position, watch)
-                # a run seeds itself, so that the second one draws what the first drew
-                again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        for number, layer in enumerate(self._layers):
+            run = partial(self._run, layer, batch, step, position, watch)
+            # a run seeds itself, so that the second one draws what the first drew
+            again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            # entered anew for each layer: it keeps what it has cast until it is left
+            with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
                 activations, loss = again(activations) if number < self._recomputed_layers else run(activations)
-                if loss is not None:
-                    losses.append((self._model.layers[layer.index].unit, loss))
+            if loss is not None:
+                losses.append((self._model.layers[layer.index].unit, loss))
         scaled = torch.stack([loss for _, loss in losses]).sum() / num_targets if losses else None
         self._in_flight[microbatch] = InFlight(received=wanted(received), sent=wanted(activations), loss=scaled)
         return activations, self._told(losses)

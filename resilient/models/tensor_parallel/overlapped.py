@@ -78,7 +78,8 @@ class _Chunks:
         """Return where the tokens of all devices will be."""
         whole = part.new_empty((self._num_tokens, part.shape[0], *part.shape[2:]))
         whole[self._own] = part.transpose(0, 1)
-        self._exchanges = [self._devices.start_gather(whole, pieces) for pieces in self._chunks]
+        into = whole.detach()  # the node that returns it holds this: it would never be freed if nobody waited
+        self._exchanges = [self._devices.start_gather(into, pieces) for pieces in self._chunks]
         return whole
 
     def arriving(self) -> Iterator[TokenPieces]:
@@ -91,14 +92,16 @@ class _Chunks:
 
     def leaving(self, total: Tensor) -> Iterator[TokenPieces]:
         """Yield which tokens are to be computed, and start to sum them when that is done."""
+        total = total.detach()  # as above
         for pieces in self._chunks:
             yield pieces
             self._exchanges.append(self._devices.start_sum(total, pieces))
 
     def finish(self) -> None:
         """Wait for all that was started."""
-        while self._exchanges:
-            self._exchanges.pop(0).wait()
+        exchanges, self._exchanges = self._exchanges, []
+        for exchange in exchanges:
+            exchange.wait()
 
     def own(self, whole: Tensor) -> Tensor:
         """Return this device's tokens, ``[microbatch, own tokens, ...]``."""
@@ -126,6 +129,7 @@ class _Sum(Function):
     def forward(ctx: Any, total: Tensor, chunks: _Chunks) -> Tensor:
         ctx.chunks = chunks
         chunks.finish()
+        ctx.save_for_backward(total.new_empty(0))  # what runs again ends with the last tensor that is saved: not before
         return chunks.own(total)
 
     @staticmethod

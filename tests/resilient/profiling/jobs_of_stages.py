@@ -61,13 +61,15 @@ def chain() -> Job:
     return make_job(model=model, dataset=Points(), precision="fp32", microbatch=32, global_batch=256)
 
 
-def llama() -> Job:
+def llama(**changes: Any) -> Job:
     """Embedding, four blocks, head."""
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 344}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS}
     config = LlamaConfig(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=False)
     model = MultimodalModule(encoders={}, language_model=config, labels="shifted")
-    return make_job(model=model, dataset=Texts(), precision="fp32", microbatch=2, global_batch=16)
+    return make_job(
+        **{"model": model, "dataset": Texts(), "precision": "fp32", "microbatch": 2, "global_batch": 16} | changes
+    )
 
 
 def convolutions(*frozen: int) -> Job:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from resilient.optim import SGD
 from resilient.profiling.profiler import draw_samples, measure
 from resilient.runtime.batches import Batches
 from resilient.runtime.job import Job
@@ -53,6 +54,7 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
     made = {
         "chain": chain(),
         "llama": llama(),
+        "llama in bf16": llama(precision="bf16", optimizer=SGD(lr=0.1), microbatch=1, global_batch=8),
         "convolutions": convolutions(),
         "frozen convolutions": convolutions(1, 2, 3, 4),
         "convolutions, the third frozen": convolutions(3),
@@ -99,6 +101,7 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
     "llama, gradients of three wait": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 1, ScheduleKind.ZB_H2),
     "llama, none wait in a first stage": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 0, ScheduleKind.ZB_H2),
     "llama, halves of 2 tensor-parallel devices": ("llama", pipeline((0, 3, 6), 8, 0, 2, 2), 1, ScheduleKind.ZB_H1),
+    "llama in bf16, layers that run again": ("llama in bf16", pipeline((0, 6), 8, 0, 1, recomputed=6), 0),
     "llama, one half where layers run again": ("llama", pipeline((0, 6), 8, 0, 1, recomputed=6), 0, ScheduleKind.ZB_H1),
     **{
         f"convolutions, {kind.value} and stage {row} of cut {cut}": (

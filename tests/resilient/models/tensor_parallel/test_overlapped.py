@@ -5,18 +5,21 @@ That they are the products of one device is what the tests of layers and of whol
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
+import weakref
 from multiprocessing.connection import Connection
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from resilient.comm import StoreHost
 from resilient.errors import CommunicationError
-from resilient.models.tensor_parallel.devices import TensorDevices
+from resilient.models.tensor_parallel.devices import Exchange, TensorDevices, TokenPieces
 from resilient.models.tensor_parallel.linears import ColumnLinear, RowLinear
 from resilient.models.tensor_parallel.overlapped import gathered_products, summed_product
 from resilient.pipeline.backward_split import differentiate_inputs
@@ -88,6 +91,62 @@ def test_gradients_of_what_is_not_frozen_also_by_halves(frozen: tuple[str, ...])
             if name not in frozen:
                 assert leaf.grad is not None, name
                 close(leaf.grad, expected[name][place])
+
+    on_devices(2, work, num_chunks=2)
+
+
+class Watched:
+    """An exchange of which is known whether somebody waits for it, and whether its tensor is still there."""
+
+    def __init__(self, exchange: Exchange, total: Tensor, *, fails: bool) -> None:
+        self.is_waited_for, self.total, self._fails = False, weakref.ref(total), fails
+        self._exchanges = [exchange]
+
+    def wait(self) -> None:
+        self.is_waited_for = True
+        if self._fails:
+            raise CommunicationError("a device is gone")
+        self.end()
+
+    def end(self) -> None:
+        self._exchanges.pop().wait()
+
+
+def watch_sums(devices: TensorDevices, fails_at: int | None = None) -> list[Watched]:
+    """Return the sums that are started; one may fail."""
+    start, begun = devices.start_sum, list[Watched]()
+
+    def watched(total: Tensor, pieces: TokenPieces) -> Exchange:
+        begun.append(Watched(start(total, pieces), total, fails=len(begun) == fails_at))
+        return begun[-1]
+
+    devices.start_sum = watched
+    return begun
+
+
+def test_what_runs_again_waits_for_all_that_it_starts_and_is_freed() -> None:
+    def work(devices: TensorDevices) -> None:
+        layers, begun = layers_of(devices), watch_sums(devices)
+        part = drawn(SAMPLES, TOKENS, WIDTH, seed=9)[:, devices.own(TOKENS)].clone().requires_grad_()
+        checkpoint(through, part, layers, devices, use_reentrant=False).sum().backward()
+        assert len(begun) == 2 * 2 + 2, "of the product, twice, and of the gradients of what entered"
+        assert [each.is_waited_for for each in begun] == [True] * len(begun)
+        assert [each.total() for each in begun] == [None] * len(begun)
+
+    on_devices(2, work, num_chunks=2)
+
+
+def test_what_is_given_up_between_two_chunks_is_freed() -> None:
+    def work(devices: TensorDevices) -> None:
+        layers, begun = layers_of(devices), watch_sums(devices, fails_at=0)
+        part = drawn(SAMPLES, TOKENS, WIDTH, seed=9)[:, devices.own(TOKENS)].clone().requires_grad_()
+        with pytest.raises(CommunicationError):
+            through(part, layers, devices)
+        assert [each.is_waited_for for each in begun] == [True, False]
+        for each in begun:
+            each.end()
+        gc.collect()  # the error knows its frames
+        assert [each.total() for each in begun] == [None, None]
 
     on_devices(2, work, num_chunks=2)
 
