@@ -63,8 +63,7 @@ def check_methods(schedule: ScheduleKind | None, degree: int | None, sharding: S
         sharding: Whether stages may, or must be sharded.
 
     Raises:
-        ArgumentError: The schedule has stages of one device alone, or all stages are tensor parallel and some are to
-            be sharded.
+        ArgumentError: The schedule has stages of one device alone, or all stages are to be tensor parallel and sharded.
     """
     if schedule is not None and schedule in CHUNK_KINDS:
         one_each, fix = (
@@ -75,10 +74,10 @@ def check_methods(schedule: ScheduleKind | None, degree: int | None, sharding: S
             raise ArgumentError("tp", f"be 1 {one_each}", degree, fix)
         if sharding is not Sharding.OFF:
             raise ArgumentError("shard", f"be off {one_each}", sharding, fix)
-    if degree not in (None, 1) and sharding is not Sharding.OFF:
+    if degree not in (None, 1) and sharding is Sharding.ON:
         raise ArgumentError(
             "shard",
-            f"be off beside {{tp}} {degree} (devices of a stage share each microbatch or have their own, not both)",
+            f"not be on beside {{tp}} {degree} (devices of a stage share each microbatch or have their own, not both)",
             sharding,
             f"give {{tp}} {AUTO_DEGREE} for pipelines of both kinds",
         )

@@ -91,7 +91,9 @@ class _RoundsSearch:
 
     def __init__(self, problem: PlanningProblem) -> None:
         devices = problem.cluster.devices_per_node
-        larger = [size for size in range(2, devices + 1) if devices % size == 0]
+        # a stage that is tensor parallel is not sharded
+        may_shard = 1 in problem.profile.tp_degrees
+        larger = [size for size in range(2, devices + 1) if devices % size == 0 and may_shard]
         round_sizes = {
             Sharding.OFF: [1],
             Sharding.AUTO: [1, *larger],

@@ -124,9 +124,9 @@ def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path
             "tp must divide workers_per_node 3, got 2; give another, or auto for any in each stage",
         ),
         (
-            {"tp": "2", "shard": "auto"},
-            "shard must be off beside tp 2 (devices of a stage share each microbatch or have their own, not both), "
-            "got auto; give tp auto for pipelines of both kinds",
+            {"tp": "2", "shard": "on"},
+            "shard must not be on beside tp 2 (devices of a stage share each microbatch or have their own, not both), "
+            "got on; give tp auto for pipelines of both kinds",
         ),
         (
             {"planner": "auto", "shard": "on"},

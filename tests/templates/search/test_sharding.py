@@ -159,10 +159,10 @@ def test_interleaved_stages_are_not_sharded() -> None:
 
 def test_stages_of_one_tensor_parallel_degree_are_not_sharded() -> None:
     with pytest.raises(ValueError, match="must") as caught:
-        eight_layers(profile=profile([4.0] * 8, tp_degrees=(2, 4)))
+        eight_layers(profile=profile([4.0] * 8, tp_degrees=(2, 4)), sharding=Sharding.ON)
     assert str(caught.value) == (
-        "shard must be off beside tp 2 (devices of a stage share each microbatch or have their own, not both), got "
-        "auto; give tp auto for pipelines of both kinds"
+        "shard must not be on beside tp 2 (devices of a stage share each microbatch or have their own, not both), got "
+        "on; give tp auto for pipelines of both kinds"
     )
 
 

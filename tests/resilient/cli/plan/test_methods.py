@@ -28,7 +28,11 @@ def test_method_of_each_pipeline_is_shown(tmp_path: Path) -> None:
     assert [[cell.strip() for cell in row if cell][1:4] for row in rows] == [["1", "shard 2", "2"], ["1", "tp 2", "3"]]
     pipelines = json.loads((tmp_path / "plan.json").read_text())["pipelines"]
     assert sorted((row["shards"], row["tp_degrees"]) for row in pipelines) == [([1], [2]), ([2], [1]), ([2], [1])]
-    refused = run(job, "--tp", "2", "--shard", "auto")
-    assert "--shard must be off beside --tp 2" in refused.output
+    ended = run(job, "--tp", "2", "--shard", "auto")
+    assert ended.exit_code == 0, ended.output
+    pipelines = json.loads((tmp_path / "plan.json").read_text())["pipelines"]
+    assert {(*row["shards"], *row["tp_degrees"]) for row in pipelines} == {(1, 2)}
+    refused = run(job, "--tp", "2", "--shard", "on")
+    assert "--shard must not be on beside --tp 2" in refused.output
     refused = run(job, "--tp", "2", "--schedule", "interleaved-1f1b")
     assert "--tp must be 1 for interleaved-1f1b, whose stages have one device each, got 2" in refused.output
