@@ -34,7 +34,7 @@ class SlowPipeline(NamedTuple):
 
 
 class SlowLines(NamedTuple):
-    """Lines of layouts with the same slow nodes: by size, then by microbatches of a round, then as rounds get shorter.
+    """Lines of layouts with as many slow nodes: by group of these, size, microbatches of a round, and length of rounds.
 
     Args:
         pipelines: What the lines are of.
@@ -46,19 +46,28 @@ class SlowLines(NamedTuple):
     table: LineTable
     sizes: Ints
 
+    def by_kind(self) -> list[tuple[Factors, int, int]]:
+        """Return the slow nodes of each kind of lines, its size, and how many there are, in their order."""
+        groups, most = self.pipelines.groups, int(self.sizes.max(initial=0)) + 1
+        kinds, counts = np.unique(self.pipelines.group * most + self.sizes, return_counts=True)
+        each = zip(kinds.tolist(), counts.tolist(), strict=True)
+        return [(groups[kind // most], kind % most, count) for kind, count in each]
+
 
 class _Pipelines(NamedTuple):
-    """Pipelines of layouts with the same slow nodes. They are made when they are asked for: few are.
+    """Pipelines of layouts with as many slow nodes. They are made when they are asked for: few are.
 
     Args:
-        layouts: All layouts of a set, size by size.
-        group: The factors of the slow nodes.
+        layouts: Layouts of a set, size by size from the first on.
+        groups: The factors of the slow nodes of each group.
+        group: Which of the groups each pipeline has. [pipelines]
         layout: Which of the layouts each pipeline has. [pipelines]
         places: Where its slow nodes are. [pipelines, slow nodes]
     """
 
     layouts: Sequence[PipelineTemplate]
-    group: Factors
+    groups: Sequence[Factors]
+    group: Ints
     layout: Ints
     places: Ints
 
@@ -66,7 +75,7 @@ class _Pipelines(NamedTuple):
         """Return one of them."""
         layout = int(self.layout[index])
         factors = np.ones(self.layouts[layout].num_nodes)
-        factors[self.places[index]] = self.group
+        factors[self.places[index]] = self.groups[int(self.group[index])]
         return SlowPipeline(layout, tuple(factors.tolist()))
 
 
@@ -74,7 +83,7 @@ class Arrangements:
     """Layouts with a number of slow nodes at any of their places; where that is too much, where least is done.
 
     Args:
-        layouts: All of a set, size by size; of a size those with equal rounds stand together.
+        layouts: Of a set, size by size from the first on; of a size those with equal rounds stand together.
         number: How many nodes of each are slow; there are none of layouts with fewer nodes.
     """
 
@@ -93,38 +102,45 @@ class Arrangements:
         self._num_chunks = np.array([layout.num_chunks for layout in layouts])[self._layout]
         self._sync_ms = np.array([(layout.sync_ms, layout.lone_sync_ms) for layout in layouts])[self._layout].T
 
-    def lines(self, group: Factors, sizes: range, within: tuple[int, int], *, alone: bool) -> SlowLines:
-        """Return the lines of layouts of some numbers of nodes, with slow nodes of these factors.
+    def lines(self, groups: Sequence[Factors], sizes: range, within: tuple[int, int], *, alone: bool) -> SlowLines:
+        """Return the lines of layouts of some numbers of nodes, with slow nodes of each of some groups.
 
         Args:
-            group: The factors.
+            groups: Their factors.
             sizes: The numbers of nodes.
-            within: The step's times of interest, in ns, from the first to the last. Of those of a size the lines are
-                returned that get through most at one of them.
+            within: The step's times of interest, in ns, from the first to the last. Of those of a group and a size the
+                lines are returned that get through most at one of them.
             alone: Whether a pipeline is the only one of a plan.
         """
         first, end = np.searchsorted(self._sizes[self._layout], (sizes.start, sizes.stop)).tolist()
         looked_at = slice(first, end)
-        fill, slowest = np.rint(self._times_ms(group, looked_at, alone=alone) * 1e6).astype(np.int64).T
+        fill, slowest = np.rint(self._times_ms(groups, looked_at, alone=alone) * 1e6).astype(np.int64).T
         slowest = np.maximum(slowest, 1)
-        kept: Ints = compiled(_get_through_most)(fill, slowest, self._kind[looked_at], *within)
-        layout = self._layout[looked_at][kept]
+        of_kind = (np.arange(len(groups))[:, None] * len(self._layouts) + self._kind[looked_at]).ravel()
+        kept: Ints = compiled(_get_through_most)(fill, slowest, of_kind, *within)
+        group, index = np.divmod(kept, max(1, end - first))
+        layout = self._layout[looked_at][index]
         columns = fill[kept], slowest[kept], self._round_sizes[layout]
         return SlowLines(
-            _Pipelines(self._layouts, group, layout, self._places[looked_at][kept]),
+            _Pipelines(self._layouts, groups, group, layout, self._places[looked_at][index]),
             LineTable(*(np.ascontiguousarray(column[:, None]) for column in columns)),
             self._sizes[layout],
         )
 
-    def _times_ms(self, group: Factors, looked_at: slice, *, alone: bool) -> Floats:
-        """Return :meth:`PipelineTemplate.line_ms` of some arrangements; chains all at once. [arrangements, 2]"""
+    def _times_ms(self, groups: Sequence[Factors], looked_at: slice, *, alone: bool) -> Floats:
+        """Return :meth:`PipelineTemplate.line_ms` of arrangements of each group; chains all at once. [lines, 2]"""
         layout, places = self._layout[looked_at], self._places[looked_at]
         if not self._are_chains:
-            every = map(_Pipelines(self._layouts, group, layout, places).pipeline, range(len(layout)))
-            return np.array([self._layouts[layout].line_ms(factors, alone=alone) for layout, factors in every])
-        times: Floats = compiled(_chain_times)(layout, places, np.array(group), *self._nodes)
-        times[:, 0] = times[:, 0] / self._num_chunks[looked_at] + self._sync_ms[int(alone), looked_at]
-        return times
+            every = [
+                _Pipelines(self._layouts, groups, np.full(len(layout), group), layout, places).pipeline(index)
+                for group in range(len(groups))
+                for index in range(len(layout))
+            ]
+            times = [self._layouts[layout].line_ms(factors, alone=alone) for layout, factors in every]
+            return np.array(times).reshape(-1, 2)
+        times: Floats = compiled(_chain_times)(layout, places, np.array(groups), *self._nodes)
+        times[:, :, 0] = times[:, :, 0] / self._num_chunks[looked_at] + self._sync_ms[int(alone), looked_at]
+        return times.reshape(-1, 2)
 
 
 def _places(layout: PipelineTemplate, number: int) -> Ints:
@@ -183,7 +199,7 @@ class _Nodes(NamedTuple):
 def _chain_times(
     layout: Ints,
     places: Ints,
-    group: Floats,
+    groups: Floats,
     first: Ints,
     total_ms: Floats,
     filling_ms: Floats,
@@ -191,12 +207,12 @@ def _chain_times(
     its_own_ms: Floats,
     slowest_first: Ints,
 ) -> Floats:
-    """Return for each arrangement what all rows but the slowest fill, and what that takes. [arrangements, 2]
+    """Return of each group and arrangement what all rows but the slowest fill, and what it takes. [.., .., 2]
 
     Args:
         layout: Of each arrangement.
         places: Of the slow nodes in it. [arrangements, slow nodes]
-        group: The factors of the slow nodes.
+        groups: The factors of the slow nodes. [groups, slow nodes]
         first: As of :class:`_Nodes`, as are all others.
         total_ms: Likewise.
         filling_ms: Likewise.
@@ -204,11 +220,11 @@ def _chain_times(
         its_own_ms: Likewise.
         slowest_first: Likewise.
     """
-    times = np.empty((len(layout), 2))
+    times = np.empty((len(groups), len(layout), 2))
     for index in range(len(layout)):
         begin, slow = first[layout[index]], places[index]
         slowest = its_own = 0.0
-        for rank in range(len(group) + 1):
+        for rank in range(len(slow) + 1):
             if begin + rank == first[layout[index] + 1]:
                 break
             node = slowest_first[begin + rank]
@@ -218,16 +234,17 @@ def _chain_times(
             if not is_slow:
                 slowest, its_own = busy_ms[begin + node], its_own_ms[begin + node]
                 break
-        total = total_ms[layout[index]]
-        for number in range(len(group)):
-            node, factor = begin + slow[number], group[number]
-            total += (factor - 1.0) * filling_ms[node]
-            busy, filling = busy_ms[node] * factor, its_own_ms[node] * factor
-            if busy > slowest:
-                slowest, its_own = busy, filling
-            elif busy == slowest:
-                its_own = max(its_own, filling)
-        times[index] = total - its_own, slowest
+        for group in range(len(groups)):
+            total, most, of_most = total_ms[layout[index]], slowest, its_own
+            for number in range(len(slow)):
+                node, factor = begin + slow[number], groups[group, number]
+                total += (factor - 1.0) * filling_ms[node]
+                busy, filling = busy_ms[node] * factor, its_own_ms[node] * factor
+                if busy > most:
+                    most, of_most = busy, filling
+                elif busy == most:
+                    of_most = max(of_most, filling)
+            times[group, index] = total - of_most, most
     return times
 
 

@@ -6,15 +6,15 @@ number of microbatches; so a table over (slow nodes that are decided on, pipelin
 most, and bisection over tau the best step. A slow node that is in none of its pipelines stands by.
 
 That is exact for the few nodes that are slow as a rule, but for two simplifications where there are too many ways:
-several slow nodes of a large template are put where little is computed instead of anywhere, and only the slowest
-:data:`MOST_SLOW` nodes are decided on; what there is of others counts as fast here.
+several slow nodes of a large template are put where little is computed instead of anywhere, and of many slow nodes only
+those share a pipeline that are about equally slow (:mod:`.slow_groups`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain, combinations
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +22,10 @@ import numpy as np
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
 from resilient.templates.composition.batch_split import LineTable, lines_of_layouts
+from resilient.templates.composition.slow_groups import SlowGroups, num_of_any, short_pipelines
 from resilient.templates.composition.slow_lines import Arrangements, Factors, SlowLines, SlowPipeline
 from resilient.templates.template import TemplateSet
 
-MOST_SLOW = 4
-"""The most nodes whose pipelines are searched for; half as many where templates have very many sizes."""
-
-_MANY_SIZES = 40
 _GUESSES = 8
 """So many times to look at are guessed, each from what is done by the one before; then halves decide."""
 _MOST_CELLS = 2_000_000
@@ -56,7 +53,7 @@ def compose_with_slow(
     Args:
         templates: The job's templates.
         num_fast: Nodes that are not slow. Not all need be in use.
-        factors: Of the nodes that are, each above 1; no more than :data:`MOST_SLOW` are looked at.
+        factors: Of the nodes that are, each above 1.
         num_microbatches: Of a step over all pipelines; also the most pipelines there can be.
         min_pipelines: The fewest pipelines, f + 1; at least 1.
         within: A time that no step is shorter than, in ns, and the longest step of interest.
@@ -65,7 +62,7 @@ def compose_with_slow(
     if num_fast + len(slow) < templates.sizes[0]:
         return None
     best: tuple[int, MixedComposition] | None = None
-    if min_pipelines == 1:
+    if min_pipelines == 1 and len(slow) == num_of_any(templates, len(slow)):
         best = _best_lone(templates, num_fast, slow, num_microbatches, within)
         within = within[0], (best[0] - 1 if best else within[1])
     if templates.most_pipelines(num_fast + len(slow), num_microbatches) < 2:
@@ -76,51 +73,42 @@ def compose_with_slow(
 
 def prepare_places(templates: TemplateSet, num_nodes: int) -> None:
     """Do ahead of time what :func:`compose_with_slow` needs, whichever of up to so many nodes are slow, or gone."""
-    for number in range(1, searched(templates, num_nodes) + 1):
-        _arrangements(templates, number)
-
-
-def searched(templates: TemplateSet, num_slow: int) -> int:
-    """Return how many slow nodes, the slowest ones, are decided on."""
-    return min(num_slow, MOST_SLOW if len(templates.sizes) <= _MANY_SIZES else MOST_SLOW // 2)
+    for number in range(1, num_of_any(templates, num_nodes) + 1):
+        _arrangements(templates, number, templates.sizes[-1])
+    if num_nodes > num_of_any(templates, num_nodes):
+        for number in range(1, short_pipelines(templates) + 1):
+            _arrangements(templates, number, short_pipelines(templates))
 
 
 def _best_lone(
     templates: TemplateSet, num_fast: int, slow: Factors, num_microbatches: int, within: tuple[int, int]
 ) -> tuple[int, MixedComposition] | None:
     found: tuple[int, int, int, MixedComposition] | None = None
-    for number, each in enumerate(_slow_lines(templates, num_fast, slow, within, alone=True)):
-        if not len(each.sizes):
-            continue
+    groups = SlowGroups(slow, templates.sizes[0], templates.sizes[-1], num_fast, are_any=True)
+    for number, each in enumerate(_slow_lines(templates, groups, within, alone=True)):
         times = each.table.finish_ns(num_microbatches)[:, 0]
-        index = int(times.argmin())
         # Of equal steps the one with fewest nodes.
-        key = int(times[index]), int(each.sizes[index]), number
-        if key[0] <= within[1] and (found is None or key < found[:3]):
-            found = *key, MixedComposition((each.pipelines.pipeline(index),), ())
+        for index in np.lexsort((each.pipelines.group, each.sizes, times))[:1].tolist():
+            key = int(times[index]), int(each.sizes[index]), number
+            if key[0] <= within[1] and (found is None or key < found[:3]):
+                found = *key, MixedComposition((each.pipelines.pipeline(index),), ())
     return (found[0], found[3]) if found else None
 
 
-def _groups(slow: Factors) -> list[Factors]:
-    """Return the different choices of one or more of the slow nodes, each descending."""
-    return list(dict.fromkeys(group for number in range(1, len(slow) + 1) for group in combinations(slow, number)))
-
-
 def _slow_lines(
-    templates: TemplateSet, num_fast: int, slow: Factors, within: tuple[int, int], *, alone: bool = False
+    templates: TemplateSet, groups: SlowGroups, within: tuple[int, int], *, alone: bool = False
 ) -> Iterator[SlowLines]:
     """Yield the lines of layouts with each choice of one or more of the slow nodes, where others fill them up."""
-    of_templates = templates.sizes if alone else templates.sizes_beside
-    for group in _groups(slow):
-        number = len(group)
-        sizes = range(max(number, of_templates.start), min(number + num_fast, of_templates.stop - 1) + 1)
+    for number, each in groups.by_number():
+        sizes = groups.sizes(number)
         if sizes:
-            yield _arrangements(templates, number).lines(group, sizes, within, alone=alone)
+            yield _arrangements(templates, number, groups.largest).lines(each, sizes, within, alone=alone)
 
 
-@lru_cache(maxsize=32)
-def _arrangements(templates: TemplateSet, number: int) -> Arrangements:
-    return Arrangements(list(chain.from_iterable(templates.layouts)), number)
+@lru_cache(maxsize=64)
+def _arrangements(templates: TemplateSet, number: int, largest: int) -> Arrangements:
+    layouts = templates.layouts[: largest - templates.sizes[0] + 1]
+    return Arrangements(list(chain.from_iterable(layouts)), number)
 
 
 class _Table:
@@ -148,16 +136,16 @@ class _Table:
         cells = num_microbatches * (num_fast + 1) * len(self._fast_sizes)
         self._counts_all = num_microbatches < fit and cells <= _MOST_CELLS
         self._last_row = num_microbatches if self._counts_all else min_pipelines
-        # Pipelines with slow nodes have so many others at most.
-        self._width = min(num_fast, len(slow) * templates.sizes[-1]) + 1
+        self._groups = SlowGroups.of(templates, num_fast, slow, self._last_row + 1)
+        self._width = self._groups.num_columns(num_fast)
         fast = [templates.of(size) for size in self._fast_sizes]
-        self._slow_lines = list(_slow_lines(templates, num_fast, slow, within))
+        self._slow_lines = list(_slow_lines(templates, self._groups, within))
         self._kinds: list[tuple[Factors, int]] = [((), size) for size in self._fast_sizes]
         num_lines = list(map(len, fast))
         for each in self._slow_lines:
-            sizes, counts = np.unique(each.sizes, return_counts=True)
-            self._kinds += [(each.pipelines.group, size) for size in sizes.tolist()]
-            num_lines += counts.tolist()
+            for group, size, count in each.by_kind():
+                self._kinds.append((group, size))
+                num_lines.append(count)
         # Where the lines of each kind begin, and the last ones end.
         self._firsts = np.cumsum([0, *num_lines])
         tables = [each.table for each in self._slow_lines]
@@ -223,7 +211,7 @@ class _Table:
     @cached_property
     def _tables(self) -> dict[Factors, int]:
         """The number of the table of each choice of slow nodes that are decided on, those of fewer first."""
-        return {decided: number for number, decided in enumerate([(), *_groups(self._slow)])}
+        return {left: number for number, left in enumerate(self._groups.left)}
 
     @cached_property
     def _steps(self) -> Ints:
@@ -233,10 +221,12 @@ class _Table:
         with it, the first kind of such pipelines, and one past the last.
         """
         numbers, steps = self._tables, list[tuple[int, int, int, int, int]]()
-        for decided in _groups(self._slow):
-            for group, rest in _with_first(decided):
-                kinds = self._of_group.get(group, range(0))
-                steps.append((numbers[decided], numbers[decided[1:]], numbers[rest], kinds.start, kinds.stop))
+        for left in self._groups.left[1:]:
+            these, without_first = numbers[left], numbers[left[1:]]
+            steps.append((these, without_first, 0, 0, 0))
+            for group, rest in self._groups.with_first(left):
+                if kinds := self._of_group.get(group):
+                    steps.append((these, without_first, numbers[rest], kinds.start, kinds.stop))
         return np.array(steps, dtype=np.int64)
 
     def _filled(self, by_kind: Ints) -> Ints:
@@ -280,7 +270,7 @@ class _Table:
         """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
         reached = tables[self._tables[decided], row, column]
         rows = np.array(self._rows_before(row), dtype=np.int64)
-        for group, rest in _with_first(decided):
+        for group, rest in self._groups.with_first(decided):
             kinds = np.array(self._of_group.get(group, range(0))[::-1], dtype=np.int64)
             kinds = kinds[self._others[kinds] <= column]
             before = tables[self._tables[rest]][rows[:, None], column - self._others[kinds]]
@@ -304,17 +294,6 @@ class _Table:
         values = by_kind[: len(self._fast_sizes)]
         chosen: Ints = compiled(_read_counted)(fast, values, self._smallest, not self._counts_all, row, nodes)
         return tuple(sorted(chosen.tolist(), reverse=True))
-
-
-def _with_first(decided: Factors) -> Iterator[tuple[Factors, Factors]]:
-    """Yield each choice of nodes with the slowest one, and the others."""
-    seen: set[Factors] = set()
-    for number in reversed(range(len(decided))):
-        for others in combinations(range(1, len(decided)), number):
-            group = tuple(decided[index] for index in (0, *others))
-            if group not in seen:
-                seen.add(group)
-                yield group, tuple(factor for index, factor in enumerate(decided) if index and index not in others)
 
 
 def _get_through(

@@ -8,8 +8,8 @@ Candidates are made of precomputed templates:
   pipelines that can stay as they are, once with the layouts that are best for the final split of the batch.
 
 Where fewer nodes are faster than all, because some are slow or because all are too many, there are candidates that let
-nodes stand by: without the slowest ones, with the best composition of any number of nodes, and with slow nodes at
-places that suit them (:mod:`resilient.templates.composition.slow_nodes`). They keep f + 1 pipelines as all others do.
+nodes stand by: without the slowest ones, with the best composition of any number, and with slow nodes at places that
+suit them (:mod:`resilient.templates.composition.slow_nodes`). They keep f + 1 pipelines as all others do.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import numpy as np
 
 from resilient.templates.common.arrays import Ints, alike_parts
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.composition.batch_split import Line, slowed_line, split_rows
+from resilient.templates.composition.batch_split import Line, LineTable, slowed_line, split_rows
 from resilient.templates.composition.compose import Compositions, least_step_ns
+from resilient.templates.composition.slow_groups import num_of_any
 from resilient.templates.composition.slow_lines import SlowPipeline
-from resilient.templates.composition.slow_nodes import compose_with_slow, searched
+from resilient.templates.composition.slow_nodes import compose_with_slow
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.layout_choices import LayoutChoices
@@ -115,10 +116,10 @@ class Situation:
             self._drop_longer(numbers, fastest_ms(with_most))
         for number in numbers:
             found.extend(self._distinct(self._changes(number), seen))
-        if self._slowest_first:
-            shortest_ms = fastest_ms(found)
-            if self._may_take_less(shortest_ms, most):
-                mixed = self._mixed((self._least_ns(most), nanoseconds(shortest_ms) - 1))
+        if num_slow := len(self._slowest_first):
+            within = self._least_ns(most), nanoseconds(fastest_ms(found)) - 1
+            for number in sorted({num_of_any(self._templates, num_slow), num_slow} if within[0] <= within[1] else ()):
+                mixed = self._mixed(self._slowest_first[:number], within)
                 found.extend(self._distinct([mixed] if mixed else [], set()))
         with_most = [way for way in found if way.num_nodes == most]
         with_most_ms = fastest_ms(with_most)
@@ -198,11 +199,8 @@ class Situation:
         """Return how many of the slowest nodes stand by."""
         return alike_parts([self._slowdowns[node] for node in self._slowest_first], _MOST_EXCLUSIONS)
 
-    def _mixed(self, within: tuple[int, int]) -> _Change | None:
-        """Return the best composition in which nodes as slow as they are take places of their own, if it is better."""
-        slowest = self._slowest_first[: searched(self._templates, len(self._slowest_first))]
-        if not slowest:
-            return None
+    def _mixed(self, slowest: Sequence[int], within: tuple[int, int]) -> _Change | None:
+        """Return the best composition in which some, as slow as they are, have places of their own, if it is better."""
         found = compose_with_slow(
             self._templates,
             len(self._live) - len(slowest),
@@ -211,7 +209,7 @@ class Situation:
             self._problem.max_failures + 1,
             within,
         )
-        if found is None:
+        if found is None or not found.slow:
             return None
         left = Counter(self._slowdowns[node] for node in slowest)
         left.subtract(factor for pipeline in found.slow for factor in pipeline.factors if factor > 1)
@@ -257,15 +255,18 @@ class Situation:
 
         Which other nodes are slow shows only when they are in their places.
         """
-        alone = len(wanted.choices) == 1
-        table, rows = self._layouts.lines(alone=alone), wanted.choices
-        if wanted.slow:
-            lines = [self._slowed(*pipeline, alone) for pipeline in wanted.slow]
-            rows = np.concatenate((len(table.fill) + np.arange(len(lines)), rows[len(lines) :]))
-            table = table.with_lines(lines)
-        counts = split_rows(table, rows, self._problem.num_microbatches)
-        numbers = self._layouts.fastest(wanted.choices, counts, alone=alone)
+        counts = split_rows(*self._as_wanted(wanted, wanted.choices), self._problem.num_microbatches)
+        numbers = self._layouts.fastest(wanted.choices, counts, alone=len(wanted.choices) == 1)
         return self._placer.continuing(Targets(self._layouts.layouts, numbers, wanted.continues))
+
+    def _as_wanted(self, wanted: _Wanted, choices: Ints) -> tuple[LineTable, Ints]:
+        """Return lines, and which of them pipelines of some choices have that are as slow as they are wanted."""
+        alone = len(choices) == 1
+        table, lines = self._layouts.lines(alone=alone), [self._slowed(*each, alone) for each in wanted.slow]
+        if not lines:
+            return table, choices
+        of_slow = len(table.fill) + np.arange(len(lines))
+        return table.with_lines(lines), np.concatenate((of_slow, choices[len(lines) :]))
 
     def _pinned(self, slow: Sequence[SlowPipeline], without: Collection[int]) -> dict[int, int]:
         """Return the slow nodes by the places, among those of all pipelines, that are meant for them."""
@@ -281,12 +282,12 @@ class Situation:
         """Split the batch over the pipelines, as fast as their nodes are."""
         pinned, alone = self._pinned(change.wanted.slow, change.without), len(targets.numbers) == 1
         keeps_whole = change.kind != "composed"
-        as_profiled = self._layouts.lines(alone=alone), self._layouts.single(targets.numbers)
+        as_wanted = self._as_wanted(change.wanted, self._layouts.single(targets.numbers))
         seats = cache(lambda: self._placer.seats(targets, pinned, change.without, keeps_whole=keeps_whole))
 
         @cache
         def split() -> tuple[Ints, float]:
-            table, rows = as_profiled
+            table, rows = as_wanted
             slowed = {} if is_known else self._slow_lines(targets, seats(), alone)
             if slowed:
                 rows = rows.copy()
@@ -296,7 +297,8 @@ class Situation:
             return counts, table.rows(rows).latest_ns(counts) / 1e6
 
         # Who stands by may be placed after all where domains need it.
-        is_known = not self._slowest_first or (not self._has_domains and change.without.issuperset(self._slowest_first))
+        settled = frozenset() if self._has_domains else change.without.union(pinned.values())
+        is_known = settled.issuperset(self._slowest_first)
         if is_known:
             _, least_step_ms = split()
         elif self._has_domains:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.composition.batch_split import Lines, finish_ns, slowed_line
+from resilient.templates.composition.batch_split import Lines, finish_ns, lines, slowed_line
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import cluster_of
@@ -101,12 +101,12 @@ def test_no_use_of_some_of_the_nodes_is_faster_than_the_plan(data: st.DataObject
         return
     problem = replace(problem, failure_interval_s=NEVER_S)
     nodes = range(data.draw(st.integers(least, MOST_NODES)))
-    slow = data.draw(st.dictionaries(st.sampled_from(nodes), _FACTORS, max_size=3))
+    slow = data.draw(st.dictionaries(st.sampled_from(nodes), _FACTORS, max_size=MOST_NODES))
     plan = first_plan(problem, nodes, slowdowns=slow)
     check_as_fast_as_can_be(problem, plan, nodes, slow)
     for _ in range(2):
         live = sorted(data.draw(st.sets(st.sampled_from(range(len(nodes) + 2)), min_size=least, max_size=MOST_NODES)))
-        slow = data.draw(st.dictionaries(st.sampled_from(live), _FACTORS, max_size=3))
+        slow = data.draw(st.dictionaries(st.sampled_from(live), _FACTORS, max_size=MOST_NODES))
         found = list(replan_candidates(problem, plan, live, slowdowns=slow))
         plan = found[0].plan
         check_as_fast_as_can_be(problem, plan, live, slow)
@@ -159,6 +159,39 @@ def test_a_slow_node_of_sixteen_stands_by_and_comes_in_when_another_is_lost(fact
         next(replan_candidates(problem, plain, range(16), slowdowns=slow)),
     ):
         assert found.step_ms <= without
+        assert planned_step_ns(found.plan, slow) / 1e6 == pytest.approx(found.step_ms)
+
+
+def sums(total: int, sizes: range, largest: int) -> Iterator[tuple[int, ...]]:
+    """All sums of some sizes, descending."""
+    if total == 0:
+        yield ()
+    for size in range(min(total, largest, sizes[-1]), sizes[0] - 1, -1):
+        for others in sums(total - size, sizes, size):
+            yield (size, *others)
+
+
+@pytest.mark.parametrize(("num_slow", "factor"), [(5, 3.0), (8, 1.5), (8, 3.0), (12, 2.0), (12, 3.0)])
+def test_many_slow_nodes_are_as_fast_as_where_they_are_kept_together(num_slow: int, factor: float) -> None:
+    problem, slow = sixteen(), dict.fromkeys(range(num_slow), factor)
+    templates = templates_for(problem, 16)
+    slowed = {
+        size: tuple(slowed_line(layout, [factor] * size) for layout in templates.of(size)) for size in templates.sizes
+    }
+    together = min(
+        step_ns(
+            [*(slowed[size] for size in of_slow), *(lines(templates.of(size)) for size in of_others)],
+            problem.num_microbatches,
+        )
+        for of_slow in sums(num_slow, templates.sizes, 16)
+        for of_others in sums(16 - num_slow, templates.sizes, 16)
+        if len(of_slow) + len(of_others) >= 2
+    )
+    for found in (
+        first_candidate(problem, range(16), slowdowns=slow),
+        next(replan_candidates(problem, first_plan(problem, range(16)), range(16), slowdowns=slow)),
+    ):
+        assert nanoseconds(found.step_ms) <= together
         assert planned_step_ns(found.plan, slow) / 1e6 == pytest.approx(found.step_ms)
 
 
