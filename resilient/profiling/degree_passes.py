@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from resilient.comm import LastOfSeveral
-from resilient.models.layer import Activations, Batch
+from resilient.models.layer import Activations, Batch, LayerSpec, Model
 from resilient.models.tensor_parallel.devices import TensorDevices
 from resilient.profiling.layer_passes import (
     LayerPass,
@@ -31,7 +31,32 @@ from resilient.state.layer_state import LayerState
 from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.cluster import Link
+from resilient.templates.inputs.derive import TP_DEGREES
 from resilient.templates.inputs.profile import LayerProfile
+
+
+def tensor_degrees(model: Model, layouts: Mapping[str, BufferLayout]) -> tuple[tuple[int, ...], str]:
+    """Return the tensor-parallel degrees that a model can be run at, and why there are no more.
+
+    Args:
+        model: The model.
+        layouts: Of all its layers.
+    """
+    degrees: list[int] = []
+    undivided = ""
+    for degree in TP_DEGREES:
+        reasons = (_why_not(spec, layouts[spec.name], degree) for spec in model.layers)
+        reason = next(filter(None, reasons), "") if degree > 1 else ""
+        undivided = undivided or reason
+        degrees += [] if reason else [degree]
+    return tuple(degrees), undivided
+
+
+def _why_not(spec: LayerSpec, layout: BufferLayout, degree: int) -> str:
+    few = next((entry for entry in layout.entries if entry.is_cut and entry.shape[entry.cut] < degree), None)
+    if few is not None:
+        return f"there is not a row for each of {degree} devices in {few.name!r} of layer {spec.name!r}"
+    return spec.why_not(degree)
 
 
 @dataclass(frozen=True, kw_only=True)

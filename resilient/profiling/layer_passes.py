@@ -17,13 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from resilient.emulation.device import DEVICE
 from resilient.models.compiled_layers import as_it_is
-from resilient.models.layer import Activations, Batch, LayerSpec, Model, initialize_layer
+from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
 from resilient.models.summed_loss import loss_behind
 from resilient.pipeline.backward_split import Deferred, differentiate_inputs
 from resilient.profiling.allocations import most_allocated
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
-from resilient.templates.inputs.derive import TP_DEGREES
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 20
 _MIN_SAMPLES = 5
@@ -80,6 +79,7 @@ class Workspace(NamedTuple):
         split: As ``among`` where a backward is split, with the gradients that wait at parameters.
         again: Others, beside what entered, where the layer keeps that alone and runs again.
         ending_again: The same where it ends a stage.
+        viewed: Not at a time: gradients of parameters that are views of other tensors.
     """
 
     among: int
@@ -87,6 +87,7 @@ class Workspace(NamedTuple):
     split: int
     again: int
     ending_again: int
+    viewed: int
 
 
 @dataclass(kw_only=True)
@@ -128,30 +129,6 @@ def layout_segments(job: Job, layout: BufferLayout) -> tuple[int, ...]:
 def layout_rows(job: Job, layout: BufferLayout) -> tuple[tuple[int, int], ...]:
     """Return :attr:`resilient.templates.inputs.profile.LayerProfile.rows` of a layer."""
     return layout.rows(len(job.optimizer.slots), job.dtype.itemsize)
-
-
-def tensor_degrees(model: Model, layouts: Mapping[str, BufferLayout]) -> tuple[tuple[int, ...], str]:
-    """Return the tensor-parallel degrees that a model can be run at, and why there are no more.
-
-    Args:
-        model: The model.
-        layouts: Of all its layers.
-    """
-    degrees: list[int] = []
-    undivided = ""
-    for degree in TP_DEGREES:
-        reasons = (_why_not(spec, layouts[spec.name], degree) for spec in model.layers)
-        reason = next(filter(None, reasons), "") if degree > 1 else ""
-        undivided = undivided or reason
-        degrees += [] if reason else [degree]
-    return tuple(degrees), undivided
-
-
-def _why_not(spec: LayerSpec, layout: BufferLayout, degree: int) -> str:
-    few = next((entry for entry in layout.entries if entry.is_cut and entry.shape[entry.cut] < degree), None)
-    if few is not None:
-        return f"there is not a row for each of {degree} devices in {few.name!r} of layer {spec.name!r}"
-    return spec.why_not(degree)
 
 
 def take_times(
@@ -277,6 +254,17 @@ class LayerPass:
         def most(run: Run) -> int:
             return most_allocated(run, self._job.device)
 
+        def noting_views() -> int:
+            viewed: list[int] = []
+            handles = [
+                parameter.register_hook(lambda found: viewed.append(_num_bytes(found) * (found._base is not None)))
+                for parameter in self._trained()
+            ]
+            ending()
+            for handle in handles:
+                handle.remove()
+            return sum(viewed)
+
         backward = torch.autograd.backward
         whole, at_end = most(partial(among, backward)), most(ending)
         return Workspace(
@@ -285,6 +273,7 @@ class LayerPass:
             split=max(0, max(whole, most(partial(among, in_parts))) - seen.own_bytes),
             again=most(partial(among, backward, again=True)),
             ending_again=max(0, most(partial(ending, again=True)) - held),
+            viewed=noting_views(),
         )
 
     def time(self, times: PassTimes, timed: Timed, *, trainable: bool, differentiates: bool) -> float:

@@ -20,7 +20,7 @@ from resilient.models.layer import Activations, Batch, LayerSpec
 from resilient.pipeline.p2p import Signature, signature
 from resilient.profiling import exchange_times
 from resilient.profiling.additivity import AdditivityCheck
-from resilient.profiling.degree_passes import DegreePasses, DeviceCosts
+from resilient.profiling.degree_passes import DegreePasses, DeviceCosts, tensor_degrees
 from resilient.profiling.layer_passes import (
     LayerPass,
     PassSeen,
@@ -33,7 +33,6 @@ from resilient.profiling.layer_passes import (
     layout_segments,
     materialise,
     take_times,
-    tensor_degrees,
 )
 from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
@@ -44,7 +43,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 15
+PROFILER_VERSION = 16
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -243,6 +242,7 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
             again_bytes=max(each.again for each in of.workspaces),
             ending_again_bytes=max(each.ending_again for each in of.workspaces),
             deferred_bytes=max(seen.deferred_bytes for seen in of.seen),
+            viewed_bytes=max(each.viewed for each in of.workspaces),
         )
 
     parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)

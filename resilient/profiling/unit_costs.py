@@ -23,7 +23,7 @@ from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
 from resilient.planners.costs.curves import Curve, LayerCurves
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.profiling import exchange_times
-from resilient.profiling.degree_passes import DegreePasses, DeviceCosts
+from resilient.profiling.degree_passes import DegreePasses, DeviceCosts, tensor_degrees
 from resilient.profiling.layer_passes import (
     LayerPass,
     PassTimes,
@@ -34,7 +34,6 @@ from resilient.profiling.layer_passes import (
     layout_segments,
     materialise,
     take_times,
-    tensor_degrees,
 )
 from resilient.profiling.unit_cells import CellReader, DrawnSamples
 from resilient.runtime.job import Job

@@ -47,6 +47,9 @@ class LayerCost:
         ending_again_bytes: The same where a stage ends with the layer, as for ``ending_workspace_bytes``.
         deferred_bytes: Gradients that wait where parameters are used, from a backward for the input until the one for
             the parameters, where a schedule runs them apart; what is not known is 0.
+        viewed_bytes: Of the gradients of parameters that it uses, what it finds as views of other tensors. Of a tied
+            state the sum with the next layer's takes more memory then; else it takes the place of the first. What is
+            not known is 0.
     """
 
     forward_ms: float
@@ -61,6 +64,7 @@ class LayerCost:
     again_bytes: int = 0
     ending_again_bytes: int = 0
     deferred_bytes: int = 0
+    viewed_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not (  # made by the hundred whenever a node joins
@@ -76,6 +80,7 @@ class LayerCost:
             and self.again_bytes >= 0
             and self.ending_again_bytes >= 0
             and self.deferred_bytes >= 0
+            and self.viewed_bytes >= 0
         ):
             raise ValueError(f"costs of a layer must be >= 0 and finite, got {self}; profile the layer again")
 

@@ -64,6 +64,8 @@ class LayerCosts:
         ending_again: The same beside what is handed on and its gradient, where a stage ends with the layer.
         deferred: Kept of a microbatch between the two parts of a backward; a sharded stage's has one part, while its
             layers are gathered.
+        viewed: Of gradients that it finds for parameters, views: see
+            :attr:`resilient.templates.inputs.profile.LayerCost.viewed_bytes`.
         inputs: What enters the layer, of one microbatch.
         handed_on: Kept of it by a stage that ends before the layer, from its forward to its backward, also where that
             does nothing: what it sends, and where the gradient of that is to arrive.
@@ -110,6 +112,7 @@ class LayerCosts:
             [cost.deferred_bytes * (option.shard == 1) for cost in row]
             for row, option in zip(costs, self.options, strict=True)
         ]
+        self.viewed = [[cost.viewed_bytes for cost in row] for row in costs]
         degrees = [option.num_devices // option.shard for option in self.options]
         of_degree = {degree: [degree * layer.device_bytes(degree) for layer in layers] for degree in degrees}
         self.held = [of_degree[degree] for degree in degrees]

@@ -7,13 +7,15 @@ and j one past its last one, of L layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import SPLIT_KINDS, Held
-from resilient.templates.search.layer_costs import LayerCosts
+from resilient.templates.search.layer_costs import LayerCosts, StageOption
 
 _NONE = -(1 << 62)
 """Less than any number of bytes."""
@@ -59,7 +61,8 @@ class StageMemory:
         loaded = _largest([layer.loaded_bytes * run for layer, run in zip(layers, runs, strict=True)])
         self.handed_on = handed_on = np.array(costs.handed_on[option], dtype=np.int64)
         self.arriving = np.array(costs.arriving[option], dtype=np.int64)
-        once = _AtOnce(costs, option, [*(layer.input_gradient for layer in layers), False])
+        users = _users_of_tied(problem, costs.options[option])
+        once = _AtOnce(problem, costs, option, users)
         returned = once.returned
         entered = np.array(costs.entered[option], dtype=np.int64)[:, None]  # the first layer's input is there anyway
         kept = activations + handed_on - activations[:-1, None] + entered
@@ -68,11 +71,11 @@ class StageMemory:
             np.array(of[option], dtype=np.int64)
             for of in (costs.workspace, costs.ending, costs.apart, costs.given, costs.again, costs.ending_again)
         )
-        newest = once.of(activations[1:], among, ending) - activations[:-1, None] + entered
+        newest = once.of(activations[1:], among, ending, sums=True) - activations[:-1, None] + entered
         kept_inputs = inputs + handed_on - inputs[:-1, None] + unkept[:, None] + loaded
         self.inputs = table(kept_inputs)
-        newest_again = once.of(inputs[1:] + unkept, again, ending_again) - inputs[:-1, None] + unkept[:, None] + loaded
-        self.largest = table(np.maximum(kept_inputs, newest_again)) - self.inputs
+        newest_again = once.of(inputs[1:] + unkept, again, ending_again, sums=True) - inputs[:-1, None]
+        self.largest = table(np.maximum(kept_inputs, newest_again + unkept[:, None] + loaded)) - self.inputs
         held = -(-_with_owners(problem, costs.held[option]) // costs.options[option].num_devices)
         read = _largest([layer.read_bytes for layer in layers])
         self.held = np.triu(held + self.arriving[:, None] + read, 1)
@@ -87,7 +90,9 @@ class StageMemory:
         if problem.schedule in SPLIT_KINDS and costs.options[option].shard == 1:
             # whatever a layer keeps is there until the second part
             differentiated = once.of(-left[1:], among + apart - given, ending + apart) + left + activations
-            newest = np.where(splits & trains, differentiated - activations[:-1, None] + entered, newest)
+            first_part = differentiated - activations[:-1, None] + entered
+            second_part = kept + _found_apart(users, len(layers))
+            newest = np.where(splits & trains, np.maximum(first_part, second_part), newest)
         self.workspace = table(np.maximum(kept, newest)) - self.kept
 
     def num_bytes(self, first: int, end: int, held: Sequence[Held], *, checkpointing: bool) -> int:
@@ -145,18 +150,21 @@ class _AtOnce:
     """What is there while one layer is differentiated: its workspace and, of a sharded stage, what is gathered for it.
 
     That is its parameters, those of the layer before that are on their way, its gradients, and those of the layer
-    behind it with the others' addends to this device's part, and the sums of these.
+    behind it with the others' addends to this device's part, and the sums of these. Of any other stage, sums of tied
+    states' gradients.
 
     Args:
-        costs: Of layers.
+        problem: The job.
+        costs: Of its layers.
         option: Index of the stage's devices in their options.
-        wanted: Whether a gradient returns to a stage that ends before a layer. [L + 1]
+        users: Of tied states.
 
     Attributes:
-        returned: What is there of what such a stage hands on, and of that gradient, when it comes back. [L + 1]
+        returned: What is there of what a stage hands on that ends before a layer, and of the gradient of that, when it
+            comes back. [L + 1]
     """
 
-    def __init__(self, costs: LayerCosts, option: int, wanted: Sequence[bool]) -> None:
+    def __init__(self, problem: PlanningProblem, costs: LayerCosts, option: int, users: Sequence[_Users]) -> None:
         shard = costs.options[option].shard
         self._before, gradients = (np.array(of[option], dtype=np.int64) for of in (costs.gathered, costs.scattered))
         # of two addends the sum takes a part's bytes, of more it does so twice while one is added
@@ -165,25 +173,82 @@ class _AtOnce:
         self._gathered = self._before + gradients
         self._passing = np.array(costs.passing[option], dtype=np.int64)
         self._handed_on = np.array(costs.handed_on[option], dtype=np.int64)
-        self.returned = self._handed_on * wanted
+        self.returned = self._handed_on * [*(layer.input_gradient for layer in problem.profile.layers), False]
+        viewed = costs.viewed[option]
+        pairs = [(first, end, each.num_bytes) for each in users for first, end in pairwise(each.layers)]
+        self._sums = sorted((end, first, size, min(size, viewed[end])) for first, end, size in pairs)
 
-    def of(self, there: Ints, among: Ints, ending: Ints) -> Ints:
+    def of(self, there: Ints, among: Ints, ending: Ints, *, sums: bool = False) -> Ints:
         """Return the most of layers i .. j - 1, with what is handed on. [L, L + 1]
+
+        One backward adds to gradients once, when what all layers have found is there. So what came of a tied state from
+        one of its users is held, or the sum, until the one before it has been differentiated; and the first such sum is
+        a tensor beside the two that it is of where it cannot be made in the first one's place.
 
         Args:
             there: What is there besides while each runs. [L]
             among: What each uses among others. [L]
             ending: What it uses where the stage ends with it. [L]
+            sums: Whether the backward is one of all parameters.
         """
         size = len(there)
         most = np.zeros((size, size + 1), dtype=np.int64)
         for i in range(size):
             runs = there[i:] + self._gathered[i:]
             runs[1:] += self._before[i:-1] + self._passing[i + 1 :]
-            inner = np.maximum.accumulate(runs + among[i:] + self._behind[i:])
             last = runs + ending[i:] + self._handed_on[i + 1 :]
-            most[i, i + 1 :] = np.maximum(last, np.append(_NONE, inner[:-1]) + self.returned[i + 1 :])
+            runs += among[i:] + self._behind[i:]
+            inner = _most_before(runs)
+            for end, first, num_bytes, viewed in self._sums if sums else ():
+                if first >= i:  # stages without the second one have no such sum
+                    runs[first - i : end - i] += num_bytes
+                    runs[first - i] += viewed
+                    inner[end - i :] = _most_before(runs)[end - i :]
+            most[i, i + 1 :] = np.maximum(last, inner + self.returned[i + 1 :])
         return most
+
+
+def _most_before(values: Ints) -> Ints:
+    """Return the largest of those before each."""
+    return np.append(_NONE, np.maximum.accumulate(values)[:-1])
+
+
+class _Users(NamedTuple):
+    """Layers that use a tied state, in tensor-parallel or other stages that have all of it.
+
+    Args:
+        num_bytes: Of its gradients, on a device.
+        layers: They, its owner among them.
+    """
+
+    num_bytes: int
+    layers: list[int]
+
+
+def _users_of_tied(problem: PlanningProblem, option: StageOption) -> list[_Users]:
+    """Return the users of each tied state that is trained; of sharded stages each layer has gradients of its own."""
+    layers = problem.profile.layers
+    owners = sorted({owner for layer in layers for owner in layer.shares}) if option.shard == 1 else []
+    return [
+        _Users(
+            -(-layers[problem.profile.index(owner)].gradient_bytes // option.num_devices),
+            [i for i, layer in enumerate(layers) if owner in (layer.name, *layer.shares)],
+        )
+        for owner in owners
+    ]
+
+
+def _found_apart(users: Sequence[_Users], size: int) -> Ints:
+    """Return what the second part of a backward of layers i .. j - 1 finds of the tied state with most. [L, L + 1]
+
+    It is the gradients of all layers that use it, and their sum; nothing where less than two do.
+    """
+    most = np.zeros((size, size + 1), dtype=np.int64)
+    for num_bytes, layers in users:
+        before = _prefix_sums([i in layers for i in range(size)])
+        number = before - before[:-1, None]
+        most = np.maximum(most, num_bytes * (number + 1) * (number > 1))
+    return most
 
 
 def _with_owners(problem: PlanningProblem, sizes: Sequence[int]) -> Ints:

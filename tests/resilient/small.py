@@ -14,7 +14,8 @@ from resilient.errors import SampleError
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Model, WholeModel, initialize_layer
 from resilient.optim import AdamW
 from resilient.profiling.cache import job_profile
-from resilient.profiling.layer_passes import layout_rows, layout_segments, tensor_degrees
+from resilient.profiling.degree_passes import tensor_degrees
+from resilient.profiling.layer_passes import layout_rows, layout_segments
 from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
 from resilient.state.layer_state import LayerState

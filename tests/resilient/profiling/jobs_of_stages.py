@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,15 +62,25 @@ def chain() -> Job:
     return make_job(model=model, dataset=Points(), precision="fp32", microbatch=32, global_batch=256)
 
 
-def llama(**changes: Any) -> Job:
-    """Embedding, four blocks, head."""
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 344}
+def llama(vocabulary: int = VOCABULARY, *, tied: bool = False, **options: Any) -> Job:
+    """Embedding, four blocks, head; with another vocabulary, or with one matrix for it."""
+    sizes: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": 128, "intermediate_size": 344}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS}
-    config = LlamaConfig(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=False)
+    config = LlamaConfig(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=tied)
     model = MultimodalModule(encoders={}, language_model=config, labels="shifted")
-    return make_job(
-        **{"model": model, "dataset": Texts(), "precision": "fp32", "microbatch": 2, "global_batch": 16} | changes
+    given = {"precision": "fp32", "microbatch": 2, "global_batch": 16, **options}
+    return make_job(model=model, dataset=Texts(), **given)
+
+
+def shared(*users: int) -> Job:
+    """Eight matrices that are much more than activations; those of some layers are the first of these's."""
+    model = Chain([lambda: nn.Linear(WIDTH, WIDTH)] * 8, summed_loss)
+    owner = model.layers[users[0]]
+    tied = {name: (owner.name, name) for name, _ in owner.build().named_parameters()}
+    model.layers = tuple(
+        replace(layer, tied=tied) if index in users[1:] else layer for index, layer in enumerate(model.layers)
     )
+    return make_job(model=model, dataset=Points(), precision="fp32", microbatch=8, global_batch=64)
 
 
 def convolutions(*frozen: int) -> Job:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from resilient.models.multimodal.module import MultimodalModule
-from resilient.profiling.layer_passes import tensor_degrees
+from resilient.profiling.degree_passes import tensor_degrees
 from resilient.profiling.profiler import draw_samples, measure
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import PlanningProblem

@@ -42,6 +42,7 @@ from tests.resilient.profiling.jobs_of_stages import (
     partly_frozen,
     parts,
     rectified,
+    shared,
     widened,
 )
 from tests.resilient.ranks import as_threads
@@ -70,6 +71,9 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
         "large twice": partly_frozen([Twice] * 6, num_points=LARGE),
         "large shifted": partly_frozen([normed, Shifted] * 3, num_points=LARGE),
         "large parts": partly_frozen(parts(), num_points=LARGE),
+        "tied": llama(16384, tied=True, microbatch=1, global_batch=8),
+        "tied, bf16": llama(16384, tied=True, microbatch=1, global_batch=8, precision="bf16"),
+        "a shared matrix": shared(0, 4, 5, 7),
         "widened": widened(),
         "narrow": narrow(),
     }
@@ -113,6 +117,23 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
         for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.SPLIT, ScheduleKind.ZB_H1, ScheduleKind.ZB_H2)
         for cut in (3, 4)
         for row in (0, 1)
+    },
+    "tied, 1 device": ("tied", pipeline((0, 6), 8, 0, 1), 0),
+    "tied, 2 tensor-parallel devices": ("tied", pipeline((0, 6), 8, 0, 2), 0),
+    "tied, layers that run again": ("tied", pipeline((0, 6), 8, 0, 1, recomputed=6), 0),
+    "tied, sharded over 2": ("tied", pipeline((0, 6), 8, 0, 1, shard=2), 0),
+    "tied, owner and user in 2 stages": ("tied", pipeline((0, 3, 6), 8, 0, 1, 1), 1),
+    "tied, bf16": ("tied, bf16", pipeline((0, 6), 8, 0, 1), 0),
+    "tied, bf16 and layers that run again": ("tied, bf16", pipeline((0, 6), 8, 0, 1, recomputed=6), 0),
+    **{
+        f"a shared matrix, {kind.value} and {again} layers that run again": (
+            "a shared matrix",
+            pipeline((0, 4, 8), 8, 0, 1, 1, recomputed=again),
+            1,
+            kind,
+        )
+        for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1)
+        for again in (0, 4)
     },
     "samples that nobody keeps": ("narrow", pipeline((0, 1, 2), 8, 0, 1, 1), 1),
     "no parameters in a first stage": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 0),

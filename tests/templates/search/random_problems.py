@@ -20,6 +20,7 @@ MEMORY = (
     "again_bytes",
     "ending_again_bytes",
     "deferred_bytes",
+    "viewed_bytes",
 )
 
 
@@ -31,6 +32,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
     most_nodes = draw(st.integers(1, 4 if devices < 3 else 2))
     times = st.sampled_from([0.0, 1e-6, 2e-6, 1.0, 1.5]) if draw(st.booleans()) else st.just(1.0)
     sizes = st.sampled_from([0, 2, 5, 9])
+    shares = st.sampled_from(draw(st.sampled_from([[(), (), (), ("l0",)], [(), ("l0",)]])))  # with few users or many
 
     def make_layer(index: int) -> LayerProfile:
         ms, activations = draw(times), draw(sizes)
@@ -54,7 +56,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
             read_bytes=draw(st.integers(0, 2)),
             loaded_bytes=draw(st.integers(0, 3)),
             keeps_nothing=draw(st.booleans()),
-            shares=draw(st.sampled_from([(), (), (), ("l0",)])) if index else (),
+            shares=draw(shares) if index else (),
         )
 
     model = ModelProfile(layers=tuple(make_layer(i) for i in range(draw(st.integers(1, 7)))), tp_degrees=degrees)

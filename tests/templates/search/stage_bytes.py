@@ -69,6 +69,7 @@ class StageBytes:
     def _newest(self, number: int, end: int) -> int:
         """Of the microbatch whose layer runs, in a stage of so many: what later ones kept is gone by then."""
         cost, there = self._costs[number], sum(self._kept[: number + 1]) + self._once(number, end)
+        there += self._sums(number, end)
         if number == end - 1:
             return there + (cost.ending_workspace_bytes or cost.workspace_bytes) + self._handed_on(end)
         return there + cost.workspace_bytes + self._returned(end)
@@ -85,18 +86,45 @@ class StageBytes:
         return there + max(more, 0)
 
     def _in_parts(self, number: int, end: int) -> int:
-        """The same of any stage: where nothing is trained a backward has one part."""
+        """The same of any stage, and of the second part, where what all users of a tied state find is there at once.
+
+        Where nothing is trained a backward has one part.
+        """
         trains = any(layer.trainable for layer in self._layers[:end])
-        return self._differentiated(number, end) if trains else self._newest(number, end)
+        if not trains:
+            return self._newest(number, end)
+        found = (num_bytes * (len(users) + 1) for num_bytes, users in self._tied(end) if len(users) > 1)
+        second_part = sum(self._kept[:end]) + self._handed_on(end) + max(found, default=0)
+        return max(self._differentiated(number, end), second_part)
 
     def _newest_again(self, number: int, end: int) -> int:
         """As the first, where layers run again."""
         cost, there = self._costs[number], self._inputs(number + 1) + self._loaded(end) + self._once(number, end)
-        there += self._unkept(number)
+        there += self._unkept(number) + self._sums(number, end)
         ending = cost.ending_workspace_bytes or cost.workspace_bytes
         if number == end - 1:
             return there + (cost.ending_again_bytes or cost.activation_bytes + ending) + self._handed_on(end)
         return there + (cost.again_bytes or cost.activation_bytes + cost.workspace_bytes) + self._returned(end)
+
+    def _tied(self, end: int) -> list[tuple[int, list[int]]]:
+        """Of tied states: bytes of the gradients, and which of so many layers use it."""
+        owners = {owner for layer in self._profile.layers for owner in layer.shares} if self._groups == 1 else set()
+        found: list[tuple[int, list[int]]] = []
+        for owner in owners:
+            num_bytes = -(-self._profile.layers[self._profile.index(owner)].gradient_bytes // self._degree)
+            layers = enumerate(self._layers[:end])
+            found.append((num_bytes, [number for number, layer in layers if owner in (layer.name, *layer.shares)]))
+        return found
+
+    def _sums(self, number: int, end: int) -> int:
+        """What later users of tied states have found; with the sum, if a new tensor, where the next one adds to it."""
+        there = 0
+        for num_bytes, users in self._tied(end):
+            if any(user <= number for user in users) and any(user > number for user in users):
+                there += num_bytes
+                behind = next(user for user in users if user > number)
+                there += min(num_bytes, self._costs[behind].viewed_bytes) * (number in users)
+        return there
 
     def _inputs(self, end: int) -> int:
         """What layers keep that run again, as those do which have a backward and need something for it."""
