@@ -41,6 +41,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
         shapes: Hash of the shapes of the microbatches looked at, or of the lengths of the samples drawn.
         microbatch: Samples of a microbatch.
         precision: The job's.
+        tp_chunks: The job's: tensor-parallel devices compute and keep other tensors where they exchange chunks.
         device: What kind of device.
         torch: Version.
         num_threads: Threads of an operator, on the CPU.
@@ -53,6 +54,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
     shapes: str
     microbatch: int
     precision: str
+    tp_chunks: int
     device: str
     torch: str
     num_threads: int
@@ -86,6 +88,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
             shapes=shapes,
             microbatch=job.microbatch,
             precision=job.precision,
+            tp_chunks=job.tp_chunks,
             device=job.device_name,
             torch=str(torch.__version__),
             num_threads=torch.get_num_threads(),

@@ -1,8 +1,9 @@
 """Takes microbatches through one device's part of each layer, to see what a tensor-parallel device needs.
 
-Its peers are not there (:class:`resilient.comm.LastOfSeveral`): sizes are those of a stage, values are not. To the time
-that it computes for, that of its messages is added, one after the other, as a link takes it. Of what devices divide
-unevenly the one that is looked at has the most.
+Its peers are not there (:class:`resilient.comm.LastOfSeveral`): sizes are those of a stage, values are not. There are
+as many chunks of tokens as the job's devices exchange. To the time that it computes for, that of its messages is
+added, one after the other, as a link takes it. Of what devices divide unevenly the one that is looked at has the
+most.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class DegreePasses:
         """
         job, spec = self._job, self._job.model.layers[index]
         peers = LastOfSeveral(self._degree)
-        devices = TensorDevices(peers, tuple(range(self._degree)))
+        devices = TensorDevices(peers, tuple(range(self._degree)), job.tp_chunks)
         names = dict.fromkeys((spec.name, *(owner for owner, _ in spec.tied.values())))
         module = bind(spec, {name: self._state(name) for name in names}, job.device, devices)
         pairs = zip(self._batches, self._entering, strict=True)

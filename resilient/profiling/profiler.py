@@ -43,7 +43,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 16
+PROFILER_VERSION = 17
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 

@@ -41,7 +41,7 @@ from resilient.runtime.steps.unit_graph import handed_over
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import ModelProfile
 
-UNIT_COSTS_VERSION = 9
+UNIT_COSTS_VERSION = 10
 """Of what is measured, and how; costs of another version are measured again."""
 
 _LEAST_MS = 1e-6

@@ -41,7 +41,7 @@ class Points:
 
 class Texts:
     def __len__(self) -> int:
-        return 16
+        return 128
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.tensor([(7 * index + 3 * k * k) % (VOCABULARY - 1) + 1 for k in range(TOKENS + 1)])

@@ -65,6 +65,7 @@ def test_runs_of_other_seeds_lengths_and_learning_rates_share_a_profile() -> Non
         {"dataset": Tokens(length=7)},
         {"microbatch": 4},
         {"precision": "fp32"},
+        {"tp_chunks": 2},
         {"optimizer": SGD(lr=0.01)},
     ],
     ids=lambda changes: next(iter(changes)),

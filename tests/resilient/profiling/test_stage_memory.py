@@ -73,6 +73,7 @@ def jobs() -> dict[str, tuple[Job, ModelProfile]]:
         "large parts": partly_frozen(parts(), num_points=LARGE),
         "tied": llama(16384, tied=True, microbatch=1, global_batch=8),
         "tied, bf16": llama(16384, tied=True, microbatch=1, global_batch=8, precision="bf16"),
+        "exchanged in chunks": llama(microbatch=16, global_batch=128, tp_chunks=2),
         "a shared matrix": shared(0, 4, 5, 7),
         "widened": widened(),
         "narrow": narrow(),
@@ -135,6 +136,16 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
         for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1)
         for again in (0, 4)
     },
+    **{
+        f"exchanged in chunks, {degree} devices and stage {row} of {len(cuts) - 1}": (
+            "exchanged in chunks",
+            pipeline(cuts, 8, 0, *[degree] * (len(cuts) - 1)),
+            row,
+        )
+        for degree, cuts, row in [(2, (0, 6), 0), (4, (0, 6), 0), (2, (0, 3, 6), 0), (2, (0, 3, 6), 1)]
+    },
+    "exchanged in chunks, layers that run again": ("exchanged in chunks", pipeline((0, 6), 8, 0, 2, recomputed=6), 0),
+    "exchanged in chunks, halves": ("exchanged in chunks", pipeline((0, 3, 6), 8, 0, 2, 2), 1, ScheduleKind.ZB_H1),
     "samples that nobody keeps": ("narrow", pipeline((0, 1, 2), 8, 0, 1, 1), 1),
     "no parameters in a first stage": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 0),
     "behind one without parameters": ("widened", pipeline((0, 1, 2), 8, 0, 1, 1), 1),
