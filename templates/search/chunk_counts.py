@@ -102,16 +102,30 @@ def _interleaved(kind: ScheduleKind, num_rows: int, num_chunks: int, groups: tup
     turns = np.concatenate([bounds - np.minimum(warmup, total) - 1, bounds + row * 0, bounds + lag + row * 0], axis=1)
     turns = np.clip(turns, 0, total - 1)
 
-    def done(actions: Ints) -> Ints:
-        """Return how many of so many of a row's forwards are of each chunk. [..., chunks]"""
-        group = np.clip(np.searchsorted(begins, actions, side="right") - 1, 0, None)
-        rest = (actions - begins[group])[..., None] - np.arange(num_chunks) * sizes[group][..., None]
-        return (begins[group] // num_chunks)[..., None] + np.clip(rest, 0, sizes[group][..., None])
+    actions = np.stack([turns + warmup + 1, turns, turns - lag])
+    begun, halfway, ended = compiled(_done)(np.clip(actions, 0, total), sizes, begins, num_chunks)
+    halfway = halfway[..., ::-1]
+    return np.stack([begun - halfway, halfway - ended[..., ::-1]], axis=-1)
 
-    ended = done(np.maximum(turns - lag, 0))[..., ::-1]
-    halfway = done(turns)[..., ::-1]
-    before = done(np.minimum(turns + warmup + 1, total)) - halfway
-    return np.stack([before, halfway - ended], axis=-1)
+
+def _done(actions: Ints, sizes: Ints, begins: Ints, num_chunks: int) -> Ints:
+    """Return how many of so many of a row's forwards are of each chunk. [..., rows, moments, chunks]
+
+    Args:
+        actions: Numbers of forwards. [..., rows, moments]
+        sizes: Microbatches of each group.
+        begins: Forwards before each group.
+        num_chunks: Stages of each row.
+    """
+    done = np.empty((actions.size, num_chunks), dtype=np.int64)
+    for index, number in enumerate(actions.flat):
+        group = len(begins) - 1
+        while begins[group] > number:
+            group -= 1
+        for chunk in range(num_chunks):
+            rest = number - begins[group] - chunk * sizes[group]
+            done[index, chunk] = begins[group] // num_chunks + min(max(rest, 0), sizes[group])
+    return done.reshape((*actions.shape, num_chunks))
 
 
 def _most(counts: Ints) -> Ints:
@@ -119,7 +133,8 @@ def _most(counts: Ints) -> Ints:
     num_rows, _, num_chunks, _ = counts.shape
     of_rows: list[Ints] = []
     for each in counts.reshape(num_rows, -1, 2 * num_chunks):
-        moments = np.unique(each[_maximal(each)], axis=0)
+        moments = each[_maximal(each)]
+        moments = moments[np.lexsort(moments.T[::-1])]
         of_rows.append(moments[compiled(_corners)(moments)])
     longest = max(map(len, of_rows))
     padded = [np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in of_rows]
@@ -132,8 +147,13 @@ def _corners(vectors: Ints) -> Ints:
     left = np.ones(num_vectors, dtype=np.bool_)
     for index in range(num_vectors):
         for one in range(num_vectors):
+            if one == index or not left[one]:
+                continue
+            lacking = 0  # where the first one has less, the other one has to have as much: tells most apart
+            while lacking < size - 1 and vectors[one, lacking] >= vectors[index, lacking]:
+                lacking += 1
             for other in range(one):
-                if not (left[one] and left[other] and left[index]) or index in (one, other):
+                if other == index or not left[other] or vectors[other, lacking] < vectors[index, lacking]:
                     continue
                 least, most = 0.0, 1.0  # of the first one's weight
                 for each in range(size):
@@ -145,16 +165,38 @@ def _corners(vectors: Ints) -> Ints:
                         most = min(most, lacks / more)
                     elif lacks > 0:
                         least = 2.0
-                left[index] = least > most
+                    if least > most:
+                        break
+                if least <= most:
+                    left[index] = False
+                    break
+            if not left[index]:
+                break
     return np.flatnonzero(left)
 
 
-def _maximal(vectors: Ints) -> list[int]:
+def _maximal(vectors: Ints) -> Ints:
     """Return which vectors no other has as much of everything as; of equal ones the first."""
-    kept: list[int] = []
-    left = np.argsort(-vectors.sum(axis=1), kind="stable")
-    while len(left):
-        most = int(left[0])  # those with less in all come behind it
-        kept.append(most)
-        left = left[(vectors[left] > vectors[most]).any(axis=1)]
-    return kept
+    falling = np.argsort(-vectors.sum(axis=1), kind="stable")  # those with less in all come behind
+    return falling[compiled(_not_covered)(np.ascontiguousarray(vectors[falling]))]
+
+
+def _not_covered(vectors: Ints) -> Ints:
+    """Return which vectors none before them has as much of everything as."""
+    num_vectors, size = vectors.shape
+    kept = np.empty(num_vectors, dtype=np.int64)
+    number = 0
+    for index in range(num_vectors):
+        covered = False
+        for before in kept[:number]:
+            covered = True
+            for each in range(size):
+                if vectors[index, each] > vectors[before, each]:
+                    covered = False
+                    break
+            if covered:
+                break
+        if not covered:
+            kept[number] = index
+            number += 1
+    return kept[:number]

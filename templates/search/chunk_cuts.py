@@ -9,58 +9,19 @@ Import it where it is needed: it loads numba.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
+from resilient.templates.search.chunk_rows import (
+    NO_TIME,
+    Room,
+    left_time_of_rows,
+    left_to_rows,
+    row_fits,
+    times_of_layers,
+)
 from resilient.templates.search.stage_cost_model import UNLIMITED, SingleDeviceCosts
-
-NO_TIME = 1 << 62
-"""More than any time."""
-
-
-class Room(NamedTuple):
-    """The rows that chunks are cut for.
-
-    Args:
-        stages: Bytes of layers i .. j - 1, as the costs have them: what is there once, of each microbatch before its
-            backward or the first part of it is over, of each that waits between the parts, and what is used besides;
-            with checkpoints of each of these, and besides. [L, L + 1, 7]
-        source: Where messages before the rows' stages come from, as the first dimension of the costs' ``send``.
-            [chunks, rows]
-        moments: At each moment the microbatches of the last of the chunks before and between the parts of their
-            backward, the same of the first one of two, and bytes of the rows' other stages with activations kept and
-            with checkpoints. [rows, moments, 6]
-        others: What these take: time with activations kept and with checkpoints, in nanoseconds, and the bytes that one
-            of them uses besides with both. [rows, 4]
-        time: Most nanoseconds of a row.
-        memory: Most bytes of a row.
-        first_end: Where the first row's stage of the first chunk ends at the latest.
-    """
-
-    stages: Ints
-    source: Ints
-    moments: Ints
-    others: Ints
-    time: int
-    memory: int
-    first_end: int
-
-
-@compiled
-def times_of_layers(costs: SingleDeviceCosts, source: int, i: int, j: int) -> tuple[int, int]:
-    """Return time with activations kept and with checkpoints, of layers ``i .. j - 1``.
-
-    Args:
-        costs: Of layers.
-        source: Where the stage's messages come from, as the first dimension of the costs' ``send``.
-        i: First layer.
-        j: One past the last one.
-    """
-    plain = costs.work[j] - costs.work[i] + costs.send[source, i]
-    return plain, plain + (costs.forward[j] - costs.forward[i] if costs.next_backward[i] < j else 0)
 
 
 @compiled
@@ -82,7 +43,7 @@ def _needed(
     plain += begun[2]
     if plain > room.time or room.memory >= UNLIMITED:
         return plain
-    fits = _fits(room.stages, room.moments, room.others, row, begun[0], begun[1], i, j, room.memory)
+    fits = row_fits(room.tables.stages, room.moments, room.others, row, begun[0], begun[1], i, j, room.memory)
     return plain if fits == 0 else again + begun[3] if fits > 0 else NO_TIME
 
 
@@ -99,62 +60,8 @@ def _needed_where_turning(
         passed = moments[0, at, 2] * costs.within[i, 1]
         moments[0, at, 4], moments[0, at, 5] = moments[0, at, 4] - passed, moments[0, at, 5] - passed
     rest = room.source[:, row : row + 1], moments, room.others[row : row + 1]
-    alone = Room(room.stages, *rest, room.time, room.memory + costs.within[i, 0], room.first_end)
+    alone = Room(room.tables, *rest, room.time, room.memory + costs.within[i, 0], room.first_end)
     return _needed(costs, alone, 0, 1, begun, i, j)
-
-
-@compiled
-def _fits(
-    stages: Ints,
-    moments: Ints,
-    others: Ints,
-    row: int,
-    first: int,
-    end: int,
-    i: int,
-    j: int,
-    memory: int,
-) -> int:
-    """Return 0 if a row's memory holds two stages beside others with activations kept, 1 with checkpoints, else -1.
-
-    Args:
-        stages: As of :class:`Room`, as are ``moments``, ``others`` and ``memory``.
-        row: It.
-        first: First layer of the stage that is begun with.
-        end: One past its last one; ``first`` where there is none.
-        i: First layer of the other stage.
-        j: One past its last one.
-    """
-    # numbers, and no views: what a call takes counts here
-    held, kept, waiting = stages[i, j, 0], stages[i, j, 1], stages[i, j, 2]
-    inputs, inputs_waiting = stages[i, j, 4], stages[i, j, 5]
-    used, largest = max(others[row, 2], stages[i, j, 3]), max(others[row, 3], stages[i, j, 6])
-    kept_begun = waiting_begun = inputs_begun = inputs_waiting_begun = most = most_again = 0
-    if first < end:
-        held += stages[first, end, 0]
-        used, largest = max(used, stages[first, end, 3]), max(largest, stages[first, end, 6])
-        kept_begun, waiting_begun = stages[first, end, 1], stages[first, end, 2]
-        inputs_begun, inputs_waiting_begun = stages[first, end, 4], stages[first, end, 5]
-    for at in range(moments.shape[1]):
-        moving = moments[row, at, 0] * kept + moments[row, at, 1] * waiting
-        moving += moments[row, at, 2] * kept_begun + moments[row, at, 3] * waiting_begun
-        most = max(most, moments[row, at, 4] + moving)
-        moving = moments[row, at, 0] * inputs + moments[row, at, 1] * inputs_waiting
-        moving += moments[row, at, 2] * inputs_begun + moments[row, at, 3] * inputs_waiting_begun
-        most_again = max(most_again, moments[row, at, 5] + moving)
-    if held + most + used <= memory:
-        return 0
-    return 1 if held + most_again + largest <= memory else -1
-
-
-@compiled
-def _left_time(room: Room) -> Ints:
-    """Return the time that is left to the rows from each one on, without their other stages. [rows + 1]"""
-    num_rows = room.source.shape[1]
-    left = np.zeros(num_rows + 1, dtype=np.int64)
-    for row in range(num_rows - 1, -1, -1):
-        left[row] = left[row + 1] + room.time - room.others[row, 0]
-    return left
 
 
 @compiled
@@ -172,14 +79,19 @@ def cut_pair(costs: SingleDeviceCosts, room: Room, first: int, end: int, middles
     Returns:
         0 where a cut was found, else the least time under which more can be tried.
     """
-    num_rows, left_time, next_time = room.source.shape[1], _left_time(room), NO_TIME
+    num_rows, left, next_time = room.source.shape[1], left_to_rows(costs, room), NO_TIME
+    lacking = int(costs.work[end] - costs.work[first] - left[0, 0])
+    if end - first > left[0, 1]:
+        return NO_TIME
+    if lacking > 0:
+        return room.time + (lacking + num_rows - 1) // num_rows
     farthest = np.empty((num_rows + 1, end - first + 1), dtype=np.int64)
     came_from = np.empty((num_rows + 1, end - first + 1), dtype=np.int64)
     for middle in middles:
         farthest[:, : middle - first + 1] = -1
         farthest[0, 0] = middle
         for row in range(num_rows):
-            lacking = _next_row(costs, room, row, first, middle, end, left_time[row + 1], farthest, came_from)
+            lacking = _next_row(costs, room, row, first, middle, end, left[row + 1], farthest, came_from)
             next_time = min(next_time, lacking)
         if farthest[num_rows, middle - first] == end:
             at = middle - first
@@ -198,16 +110,17 @@ def _next_row(
     first: int,
     middle: int,
     end: int,
-    left_time: int,
+    left_rows: Ints,
     farthest: Ints,
     came_from: Ints,
 ) -> int:
-    """Fill in where a row's stages can end; later ones have ``left_time`` and take a layer each at least.
+    """Fill in where a row's stages can end; later ones take as much as is ``left_rows`` and a layer each at least.
 
     Returns the least time of a row under which that would be more.
     """
     following, next_time, limited = room.source.shape[1] - 1 - row, NO_TIME, room.memory < UNLIMITED
-    stages, moments, others, memory = room.stages, room.moments, room.others, room.memory
+    stages, moments, others, memory = room.tables.stages, room.moments, room.others, room.memory
+    left_time, left_layers = left_rows[0], left_rows[1] - middle - end
     for at in range(middle - following - first):
         begin = farthest[row, at]
         if begin < 0:
@@ -242,8 +155,9 @@ def _next_row(
             while j > max(begin, reached):
                 needed = own[2] + costs.work[j] - costs.work[begin] + send
                 left = to_come - costs.work[j]
-                if limited and needed <= room.time and left <= left_time:  # what a call takes counts here
-                    fits = _fits(stages, moments, others, row, i, i_end, begin, j, memory)
+                possible = needed <= room.time and left <= left_time and left_layers + i_end + j >= 0
+                if limited and possible:  # what a call takes counts here
+                    fits = row_fits(stages, moments, others, row, i, i_end, begin, j, memory)
                     if fits > 0:
                         needed += own[3] - own[2]
                         needed += costs.forward[j] - costs.forward[begin] if costs.next_backward[begin] < j else 0
@@ -254,7 +168,7 @@ def _next_row(
                 j, next_time = j - 1, min(next_time, needed)
             if j == begin:
                 break
-            if j <= reached:
+            if j <= reached or left_layers + i_end + j < 0:
                 continue
             if left > left_time:
                 next_time = min(next_time, room.time + (left - left_time + following - 1) // following)
@@ -277,7 +191,7 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
     Returns:
         0 where a cut was found, else the least time under which more can be tried.
     """
-    num_rows, left_time, num_layers = room.source.shape[1], _left_time(room), len(costs.work) - 1
+    num_rows, left_time, num_layers = room.source.shape[1], left_time_of_rows(room), len(costs.work) - 1
     begins = np.full((num_rows + 1, num_layers + 1), num_layers + 1)  # of the second stage, the least one
     came_from = np.empty((num_rows + 1, num_layers + 1), dtype=np.int64)
     begins[0, 0] = num_layers

@@ -14,7 +14,7 @@ from resilient.templates.common.arrays import Ints
 from resilient.templates.search.stage_cost_model import UNLIMITED, SingleDeviceCosts
 
 if TYPE_CHECKING:
-    from resilient.templates.search.chunk_cuts import Room
+    from resilient.templates.search.chunk_rows import Room, StageTables
 
 ChunkTable = Ints
 
@@ -79,6 +79,7 @@ class ChunkCuts:
 
     Args:
         costs: Of stages.
+        tables: What stages take.
         counts: Microbatches that the rows keep of each chunk at each of some moments: those whose backward, or the
             first part of it, is not over, and those that wait between the parts. [chunks, rows, moments, 2]
         stage_at: The stages of chunks and rows. [chunks, rows]
@@ -90,13 +91,20 @@ class ChunkCuts:
         leads_back: Whether the second chunk leads back up the rows.
     """
 
-    def __init__(self, costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, row_of: Ints, source: Ints) -> None:
+    def __init__(
+        self,
+        costs: SingleDeviceCosts,
+        tables: StageTables,
+        counts: Ints,
+        stage_at: Ints,
+        row_of: Ints,
+        source: Ints,
+    ) -> None:
         self.costs = costs
         self.counts, self.stage_at, self.row_of, self.source = counts, stage_at, row_of, source
         self.num_chunks, self.num_rows = stage_at.shape
         self.is_short = len(costs.work) <= _SHORT
-        plain = (costs.held, costs.kept, costs.waiting, costs.workspace)
-        self._stages = np.stack([*plain, costs.inputs, costs.waiting_inputs, costs.largest], axis=-1)
+        self._tables = tables
         self.leads_back = self.num_chunks == 2 and int(self.stage_at[1, 0]) == len(row_of) - 1
 
     def best(self, bounds: ChunkTable, limit: int | None, first_end: int = UNLIMITED, fastest: int = 0) -> ChunkTable:
@@ -120,7 +128,8 @@ class ChunkCuts:
             bounds = cut.lowered(bounds, MEMORY, limit)
             if not self.fits(bounds, limit):
                 return bounds
-        even = -(-int(self.costs.work[-1]) // self.num_rows)
+        messages = self.costs.send.min(axis=1)[self.source].sum()
+        even = -(-int(self.costs.work[-1] + messages) // self.num_rows)
         return cut.evened(cut.lowered(bounds, TIME, max(even, fastest)))
 
     def fits(self, bounds: ChunkTable, limit: int | None) -> bool:
@@ -157,7 +166,7 @@ class ChunkCuts:
             rows: The order.
             limits: Time, memory, and the end of the first stage.
         """
-        from resilient.templates.search.chunk_cuts import Room
+        from resilient.templates.search.chunk_rows import Room
 
         at = self.stage_at[chunks.start : chunks.stop, rows]
         times, (held, once) = self._times(bounds)[self.stage_at], self._held(bounds)
@@ -168,7 +177,7 @@ class ChunkCuts:
             held[chunks.start] = -within[chunks.start, ..., None]
         own, before = self.counts[chunks.stop - 1], self.counts[chunks.start] * (len(chunks) > 1)
         return Room(
-            stages=self._stages,
+            tables=self._tables,
             source=self.source[at],
             moments=np.concatenate([own, before, held.sum(axis=0)], axis=-1)[rows],
             others=np.concatenate([times.sum(axis=0), once.max(axis=0)], axis=-1)[rows],

@@ -11,7 +11,7 @@ import numpy as np
 
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.search.chunk_cuts import times_of_layers
+from resilient.templates.search.chunk_rows import times_of_layers
 from resilient.templates.search.stage_cost_model import SingleDeviceCosts
 
 _FARTHEST = 2

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ from resilient.templates.search.chunk_counts import chunk_counts
 from resilient.templates.search.chunk_limits import ChunkCuts, ChunkTable, bytes_at_moments, row_bytes
 from resilient.templates.search.stage_cost_model import UNLIMITED, StageCosts
 from resilient.templates.template import PipelineTemplate, StageSpec
+
+if TYPE_CHECKING:
+    from resilient.templates.search.chunk_rows import StageTables
 
 _FEW = 20_000
 """Cuts that are looked at one by one: takes 20 ms."""
@@ -240,13 +243,20 @@ class ChunkSearch:
         limit = self.problem.cluster.memory_bytes
         return limit is not None and self._state_bytes > self._num_rows(size) * limit
 
+    @cached_property
+    def _tables(self) -> StageTables:
+        from resilient.templates.search.chunk_rows import stage_tables
+
+        return stage_tables(self._single)
+
     def _found(self, size: int, num_stages: int) -> ChunkTable:
         """Return the cuts that the search finds: the one with the fastest rows, and with less to sum in the end.
 
         The sum is that of the first stage. It is shorter for fewer layers, which the row's others can make up for.
         """
         limit, row_of = self.problem.cluster.memory_bytes, self._row_of(size)
-        cuts = ChunkCuts(self._single, self._counts(size), self._stage_at(size), row_of, self._source(row_of))
+        of_rows = self._counts(size), self._stage_at(size), row_of, self._source(row_of)
+        cuts = ChunkCuts(self._single, self._tables, *of_rows)
         starts = _starts(self._single.work, num_stages, _STARTS // self.costs.num_layers**2)
         found = [cuts.best(start, limit) for start in starts]
         fastest = found[int(np.argmin([cuts.rank(each, limit) for each in found]))]

@@ -142,8 +142,7 @@ class LayoutSearch:
 
     def _least_sum(self, size: int, bound: int, *, with_sync: bool, most_total: int = _UNLIMITED) -> Found | None:
         """Return the template with the shortest sum under a bound; where it is above ``most_total``, None will do."""
-        from resilient.templates.search.bounded_search import BoundedSearch
-        from resilient.templates.search.depths import least_sum_of_depths
+        from resilient.templates.search.bounded_search import BoundedSearch, least_sum_of_depths
 
         num_devices = size * self.problem.cluster.devices_per_node
         depths = range(size * self.costs.fewest_per_node, min(self.costs.num_layers, num_devices) + 1)

@@ -104,9 +104,12 @@ class StageMemory:
             held: Rounds at each of them.
             checkpointing: Whether its layers run again.
         """
-        once, kept, waiting = self.of_rounds(checkpointing=checkpointing)
+        if checkpointing:
+            kept, waiting, besides = self.inputs, self.waiting_inputs, self.largest
+        else:
+            kept, waiting, besides = self.kept, self.waiting, self.workspace
         moving = max(each.before * kept[first, end] + each.waiting * waiting[first, end] for each in held)
-        return int(once[first, end] + moving)
+        return int(self.held[first, end] + besides[first, end] + moving)
 
     def of_rounds(self, *, checkpointing: bool) -> tuple[Ints, Ints, Ints]:
         """Return what stages hold once, of each round that is not differentiated, and of each that waits for the rest.
