@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,7 +134,7 @@ class Stage:
             # a run seeds itself, so that the second one draws what the first drew
             again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
             # entered anew for each layer: it keeps what it has cast until it is left
-            with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            with torch.autocast(self._device.type, dtype=self._autocast) if self._autocast else nullcontext():
                 activations, loss = again(activations) if number < self._recomputed_layers else run(activations)
             if loss is not None:
                 losses.append((self._model.layers[layer.index].unit, loss))
