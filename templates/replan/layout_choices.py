@@ -6,6 +6,8 @@ numbers and their lines are tables, so that what is asked of hundreds of pipelin
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
@@ -21,7 +23,7 @@ from resilient.templates.composition.batch_split import (
     lone_lines_of_sizes,
 )
 from resilient.templates.plan import Plan
-from resilient.templates.template import TemplateSet
+from resilient.templates.template import PipelineTemplate, TemplateSet
 
 
 class LayoutChoices:
@@ -120,3 +122,29 @@ def _layout_by_layout(templates: TemplateSet, of_sizes: LineTable) -> LineTable:
     lengths = np.array(list(map(len, templates.layouts)))
     size = np.repeat(np.arange(len(lengths)), lengths)
     return LineTable(*(each[size, ranges(np.zeros_like(lengths), lengths)][:, None] for each in of_sizes))
+
+
+def with_templates_of(templates: TemplateSet, plan: Plan) -> Plan:
+    """Return an equal plan, in which equal templates are one object: that of the set, if it has one.
+
+    A plan may be from a file, or made of another set of templates of the job.
+    """
+    known: dict[int, PipelineTemplate] = {}
+    others: dict[int, list[PipelineTemplate]] = defaultdict(list)
+    for pipeline in plan.pipelines:
+        template = pipeline.template
+        if id(template) not in known:
+            size = template.num_nodes
+            same = (
+                each for each in (*_of_size(templates, size), *others[size]) if each is template or each == template
+            )
+            known[id(template)] = next(same, template)
+            others[size].append(known[id(template)])
+    if all(known[id(each.template)] is each.template for each in plan.pipelines):
+        return plan
+    pipelines = tuple(replace(each, template=known[id(each.template)]) for each in plan.pipelines)
+    return replace(plan, pipelines=pipelines)
+
+
+def _of_size(templates: TemplateSet, size: int) -> tuple[PipelineTemplate, ...]:
+    return templates.of(size) if size in templates.sizes else ()

@@ -3,7 +3,7 @@
 Candidates are made of precomputed templates:
 
 - *local* ones change only the pipelines concerned (:mod:`resilient.templates.replan.repair`); all others keep their
-  nodes and their layout, and copy nothing;
+  layout and, unless the busiest node then receives less, their nodes;
 - *composed* ones have the best composition for the number of nodes, whatever the pipelines were before: once with the
   pipelines that can stay as they are, once with the layouts that are best for the final split of the batch.
 
@@ -14,7 +14,7 @@ suit them (:mod:`resilient.templates.composition.slow_nodes`). They keep f + 1 p
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints, alike_parts
+from resilient.templates.common.arrays import Flags, Ints, alike_parts
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Line, LineTable, slowed_line, split_rows
 from resilient.templates.composition.compose import Compositions, least_step_ns
@@ -32,12 +32,12 @@ from resilient.templates.composition.slow_lines import SlowPipeline
 from resilient.templates.composition.slow_nodes import compose_with_slow
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
-from resilient.templates.replan.layout_choices import LayoutChoices
+from resilient.templates.replan.layout_choices import LayoutChoices, with_templates_of
 from resilient.templates.replan.placement import Placer, Seats, Targets
 from resilient.templates.replan.repair import NEW, repairs
 from resilient.templates.replan.way import CandidateKind, ReplanCandidate, StepBounds, Way, WayCost, fastest_ms
 from resilient.templates.search.template_sizes import TooFewNodes
-from resilient.templates.template import PipelineTemplate, TemplateSet
+from resilient.templates.template import TemplateSet
 
 # Copying over a link of unknown bandwidth is taken to be as fast as over 10 Gbit/s.
 _NOMINAL_BYTES_PER_S = 1.25e9
@@ -92,7 +92,7 @@ class Situation:
         slowdowns: Mapping[int, float],
     ) -> None:
         self._problem, self._templates, self._compositions = problem, templates, compositions
-        self._plan = _with_templates_of(templates, plan)
+        self._plan = with_templates_of(templates, plan)
         self._layouts = LayoutChoices(templates, self._plan)
         self._live, self._slowdowns, self._has_domains = live, slowdowns, bool(domains)
         self._factors = np.array([slowdowns.get(node, 1.0) for node in live], dtype=np.float64)
@@ -175,7 +175,8 @@ class Situation:
                     max_pipelines=most_pipelines,
                     may_stand_by=may_stand_by,
                 ):
-                    yield _Change(kind, self._going_on(continues, sizes), without)
+                    if (self._keeps_layout(continues, sizes) | (sizes <= self._templates.sizes[-1])).all():
+                        yield _Change(kind, self._going_on(continues, sizes), without)
         for composition in dict.fromkeys(best):
             if not self._plan.pipelines:  # nobody holds anything: the fastest nodes are taken, first ones first
                 without = frozenset(self._fastest_first[sum(composition) :])
@@ -241,14 +242,18 @@ class Situation:
 
     def _going_on(self, continues: Ints, sizes: Ints) -> _Wanted:
         """Return pipelines of some sizes; those that keep their size keep their layout, where it may be in the plan."""
+        same = self._keeps_layout(continues, sizes)
         choices = self._layouts.of_sizes(sizes)
-        old = np.flatnonzero(continues != NEW)
-        had = self._layouts.of_plan[continues[old]]
-        same = self._layouts.num_nodes[had] == sizes[old]
-        if len(sizes) > 1:
-            same &= ~self._layouts.only_alone[had]
-        choices[old[same]] = self._layouts.single(had[same])
+        choices[same] = self._layouts.single(self._layouts.of_plan[continues[same]])
         return _Wanted(choices, continues)
+
+    def _keeps_layout(self, continues: Ints, sizes: Ints) -> Flags:
+        """Return which pipelines keep their size, and may keep their layout."""
+        if not len(self._layouts.of_plan):
+            return np.zeros(len(sizes), dtype=np.bool_)
+        had = self._layouts.of_plan[continues]
+        same = (continues != NEW) & (self._layouts.num_nodes[had] == sizes)
+        return same & ~self._layouts.only_alone[had] if len(sizes) > 1 else same
 
     def _targets(self, wanted: _Wanted) -> Targets:
         """Choose the layouts for the split of the batch over nodes as fast as profiled, or as they are wanted.
@@ -281,7 +286,11 @@ class Situation:
     def _way(self, change: _Change, targets: Targets) -> Way:
         """Split the batch over the pipelines, as fast as their nodes are."""
         pinned, alone = self._pinned(change.wanted.slow, change.without), len(targets.numbers) == 1
-        keeps_whole = change.kind != "composed"
+        # Who stands by may be placed after all where domains need it.
+        settled = frozenset() if self._has_domains else change.without.union(pinned.values())
+        is_known = settled.issuperset(self._slowest_first)
+        # No slow node comes into a pipeline that nothing else changes.
+        keeps_whole = change.kind != "composed" and not is_known
         as_wanted = self._as_wanted(change.wanted, self._layouts.single(targets.numbers))
         seats = cache(lambda: self._placer.seats(targets, pinned, change.without, keeps_whole=keeps_whole))
 
@@ -296,9 +305,6 @@ class Situation:
             counts = split_rows(table, rows, self._problem.num_microbatches)
             return counts, table.rows(rows).latest_ns(counts) / 1e6
 
-        # Who stands by may be placed after all where domains need it.
-        settled = frozenset() if self._has_domains else change.without.union(pinned.values())
-        is_known = settled.issuperset(self._slowest_first)
         if is_known:
             _, least_step_ms = split()
         elif self._has_domains:
@@ -366,32 +372,6 @@ class Situation:
 
     def _slowed_line(self, layout: int, factors: tuple[float, ...], alone: bool) -> Line:
         return slowed_line(self._layouts.layouts[layout], factors, alone=alone)
-
-
-def _with_templates_of(templates: TemplateSet, plan: Plan) -> Plan:
-    """Return an equal plan, in which equal templates are one object: that of the set, if it has one.
-
-    A plan may be from a file, or made of another set of templates of the job.
-    """
-    known: dict[int, PipelineTemplate] = {}
-    others: dict[int, list[PipelineTemplate]] = defaultdict(list)
-    for pipeline in plan.pipelines:
-        template = pipeline.template
-        if id(template) not in known:
-            size = template.num_nodes
-            same = (
-                each for each in (*_of_size(templates, size), *others[size]) if each is template or each == template
-            )
-            known[id(template)] = next(same, template)
-            others[size].append(known[id(template)])
-    if all(known[id(each.template)] is each.template for each in plan.pipelines):
-        return plan
-    pipelines = tuple(replace(each, template=known[id(each.template)]) for each in plan.pipelines)
-    return replace(plan, pipelines=pipelines)
-
-
-def _of_size(templates: TemplateSet, size: int) -> tuple[PipelineTemplate, ...]:
-    return templates.of(size) if size in templates.sizes else ()
 
 
 def _copy_ms(link: Link, num_bytes: int) -> float:

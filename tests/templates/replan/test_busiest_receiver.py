@@ -7,17 +7,21 @@ both by a mixed-integer model of all of them.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.placement import Placer
 from resilient.templates.replan.repair import NEW
+from resilient.templates.replan.replan import replan_candidates
 from tests.templates.jobs import cost, cut, layer, plan_of, targets_of
 
 NEAR = 1.05
@@ -57,27 +61,46 @@ def random_plan(draw: random.Random, num_layers: int, most_nodes: int) -> Plan:
     return plan_of(*pipelines)
 
 
-def placed(seed: int) -> Placed:
+def random_job(draw: random.Random) -> PlanningProblem:
+    """Layers of any sizes, or all of the same; a byte takes a millisecond from node to node."""
+    sizes = [draw.choice([draw.randint(0, 10**6), 10**6]) for _ in range(draw.randint(4, 24))]
+    profile = ModelProfile(layers=tuple(layer(i, [cost(1.0)], size) for i, size in enumerate(sizes)))
+    cluster = Cluster(inter_node=Link(latency_ms=0.0, bytes_per_s=1e3))
+    return PlanningProblem(profile=profile, num_microbatches=64, max_failures=0, cluster=cluster)
+
+
+def changed(draw: random.Random, plan: Plan) -> list[int]:
+    """The nodes of a plan after some were lost, and others that join."""
+    gone = set(draw.sample(plan.nodes, draw.randint(0, min(len(plan.nodes) - 1, 4))))
+    return [node for node in plan.nodes if node not in gone] + list(range(100, 100 + draw.randint(0, 4)))
+
+
+def placed(problem: PlanningProblem, before: Plan, live: list[int], after: Plan, busiest: int) -> Placed:
+    """What the nodes of a plan receive in their places of the next."""
+    profile = problem.profile
+    held = {slot.node: set(slot.intervals(profile)) for slot in before.slots}
+    names = [each.name for each in profile.layers]
+    sizes = np.array([each.state_bytes for each in profile.layers], dtype=np.int64)
+    holders = np.array([[name in held.get(node, ()) for name in names] for node in live])
+    needs = np.array([[name in slot.intervals(profile) for name in names] for slot in after.slots])
+    missing = (needs[:, None] & ~holders).astype(np.int64) * sizes
+    return Placed(missing, holders, [live.index(node) for node in after.nodes], busiest)
+
+
+def placed_anywhere(seed: int) -> Placed:
     """Nodes are lost and others join, and the next plan has any other cuts."""
     draw = random.Random(seed)
-    num_layers = draw.randint(4, 24)
-    sizes = [draw.choice([draw.randint(0, 10**6), 10**6]) for _ in range(num_layers)]
-    profile = ModelProfile(layers=tuple(layer(i, [cost(1.0)], size) for i, size in enumerate(sizes)))
-    problem = PlanningProblem(profile=profile, num_microbatches=64)
+    problem = random_job(draw)
+    num_layers = len(problem.profile.layers)
     before = random_plan(draw, num_layers, draw.randint(3, 14))
-    gone = set(draw.sample(before.nodes, draw.randint(0, min(len(before.nodes) - 1, 4))))
-    live = [node for node in before.nodes if node not in gone] + list(range(100, 100 + draw.randint(0, 4)))
+    live = changed(draw, before)
     after = random_plan(draw, num_layers, len(live))
     placer = Placer(problem, before, live, {})
     targets = placer.continuing(targets_of([(each.template, NEW) for each in after.pipelines]))
     found = placer.placement(placer.seats(targets))
-    held = {slot.node: set(slot.intervals(profile)) for slot in before.slots}
-    names = [each.name for each in profile.layers]
-    holders = np.array([[name in held.get(node, ()) for name in names] for node in live])
-    needs = np.array([[name in slot.intervals(profile) for name in names] for slot in after.slots])
-    chosen = [live.index(node) for nodes in found.nodes for node in nodes]
-    missing = (needs[:, None] & ~holders).astype(np.int64) * np.array(sizes, dtype=np.int64)
-    return Placed(missing, holders, chosen, found.busiest_bytes)
+    each = zip(after.pipelines, found.nodes, strict=True)
+    after = replace(after, pipelines=tuple(replace(pipeline, nodes=nodes) for pipeline, nodes in each))
+    return placed(problem, before, live, after, found.busiest_bytes)
 
 
 def least_of_the_most(received: NDArray[np.int64]) -> int:
@@ -124,15 +147,37 @@ def has_both(case: Placed, most_received: float) -> bool:
     return found.status == 0
 
 
+def exception(case: Placed) -> Literal["", "senders take longer", "not found"]:
+    """Why the node that receives most receives much more than it must, if it does."""
+    received = max(case.received[place, node] for place, node in enumerate(case.chosen))
+    least = least_of_the_most(case.received)
+    assert received >= least
+    if received <= NEAR * least:
+        return ""
+    return "not found" if has_both(case, NEAR * least) else "senders take longer"
+
+
 @pytest.mark.parametrize("first_seed", range(0, 400, 100))
 def test_no_node_receives_much_more_than_it_must_unless_that_takes_longer(first_seed: int) -> None:
-    exceptions = 0
-    for seed in range(first_seed, first_seed + 100):
-        case = placed(seed)
-        received = max(case.received[place, node] for place, node in enumerate(case.chosen))
-        least = least_of_the_most(case.received)
-        assert received >= least
-        if received > NEAR * least:
-            exceptions += 1
-            assert not has_both(case, NEAR * least), f"seed {seed}: {received} received, {least} at least"
-    assert exceptions <= 6
+    seen = Counter(exception(placed_anywhere(seed)) for seed in range(first_seed, first_seed + 100))
+    assert not seen["not found"]
+    assert seen["senders take longer"] <= 6
+
+
+def test_nor_in_any_way_to_go_on() -> None:
+    """Local ones, too: a joiner in a lost node's place may need more than if other pipelines changed places with it.
+
+    Of several placements that are equally cheap one is taken, and another may have what senders take in this one.
+    """
+    kinds, seen = Counter[str](), Counter[str]()
+    for seed in range(200):
+        draw = random.Random(seed)
+        problem = random_job(draw)
+        before = random_plan(draw, len(problem.profile.layers), draw.randint(3, 14))
+        live = changed(draw, before)
+        for way in replan_candidates(problem, before, live):
+            kinds[way.kind] += 1
+            seen[exception(placed(problem, before, live, way.plan, round(way.copy_ms)))] += 1
+    assert min(kinds[kind] for kind in ("join", "simple", "composed")) >= 60
+    assert seen["not found"] <= 2
+    assert seen["senders take longer"] <= 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations_with_replacement, pairwise
+from itertools import chain, combinations_with_replacement, pairwise
 
 import pytest
 
@@ -14,6 +14,7 @@ from resilient.templates.composition.compose import compose, compositions
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan_candidates, templates_for
+from resilient.templates.replan.way import ReplanCandidate
 from resilient.templates.schedules.kind import INTERLEAVED_KINDS, SPLIT_KINDS, ScheduleKind
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.search.template_sizes import usable_nodes
@@ -143,28 +144,54 @@ def test_no_plan_after_losses_and_joins_takes_more_memory_than_there_is(kind: Sc
     assert several >= 10
 
 
-@pytest.mark.parametrize("kind", INTERLEAVED_KINDS)
-def test_a_pipeline_beside_which_others_come_gives_up_a_layout_that_is_only_alone(kind: ScheduleKind) -> None:
-    """Where more nodes have other templates: up to eight, no others have room beside it."""
-    draw, num_seen = random.Random(5), 0
-    while num_seen < 6:
+def lone_pipelines(kind: ScheduleKind) -> Iterator[tuple[PlanningProblem, Pipeline]]:
+    """Yield jobs, and pipelines of up to eight nodes that memory does not hold beside others."""
+    draw = random.Random(5)
+    while True:
         problem = uneven_job(draw, kind, 12)
-        if problem.cluster.memory_bytes is None:
-            continue
         try:
-            layouts = [each for of in templates_for(problem, 8).layouts for each in of]
+            layouts = chain.from_iterable(templates_for(problem, 8).layouts if problem.cluster.memory_bytes else ())
         except ValueError:
             continue
         for layout in layouts:
-            nodes = tuple(range(layout.num_nodes))
-            before = Pipeline(template=layout, nodes=nodes, num_microbatches=problem.num_microbatches)
-            plan = Plan(pipelines=(before,), schedule_kind=kind)
-            if not layout.only_alone:
-                continue
-            for candidate in replan_candidates(problem, plan, range(layout.num_nodes + 4)):
-                pipelines = candidate.plan.pipelines
-                num_seen += len(pipelines) > 1 and before.nodes in [each.nodes for each in pipelines]
-                assert max(taken(problem, each) for each in pipelines) <= problem.cluster.memory_bytes
+            if layout.only_alone:
+                nodes, count = tuple(range(layout.num_nodes)), problem.num_microbatches
+                yield problem, Pipeline(template=layout, nodes=nodes, num_microbatches=count)
+
+
+def with_four_more(problem: PlanningProblem, before: Pipeline) -> Iterator[ReplanCandidate]:
+    """Yield the ways to go on when four nodes join; all fit into memory, with whatever share of the batch they get."""
+    plan = Plan(pipelines=(before,), schedule_kind=problem.schedule)
+    for candidate in replan_candidates(problem, plan, range(len(before.nodes) + 4)):
+        assert problem.cluster.memory_bytes is not None
+        pipelines = candidate.plan.pipelines
+        assert max(taken(problem, each) for each in pipelines) <= problem.cluster.memory_bytes
+        assert len(pipelines) == 1 or not any(each.template.only_alone for each in pipelines)
+        yield candidate
+
+
+@pytest.mark.parametrize("kind", INTERLEAVED_KINDS)
+def test_a_pipeline_beside_which_others_come_gives_up_a_layout_that_is_only_alone(kind: ScheduleKind) -> None:
+    """Where more nodes have other templates: up to eight, no others have room beside it."""
+    num_seen = 0
+    for problem, before in lone_pipelines(kind):
+        for candidate in with_four_more(problem, before):
+            num_seen += len(candidate.plan.pipelines) > 1 and candidate.kind != "composed"
+        if num_seen >= 6:
+            break
+
+
+def test_a_pipeline_that_is_larger_than_any_of_more_nodes_goes_on_with_a_size_there_is() -> None:
+    """Which layout there is in place of its own may be one that is only alone: of the sixth, it is."""
+    num_seen = 0
+    for problem, before in lone_pipelines(ScheduleKind.INTERLEAVED):
+        sizes = templates_for(problem, len(before.nodes) + 4).sizes
+        if len(before.nodes) not in sizes:
+            for candidate in with_four_more(problem, before):
+                assert {each.template.num_nodes for each in candidate.plan.pipelines} <= {*sizes, len(before.nodes)}
+            num_seen += 1
+            if num_seen == 6:
+                break
 
 
 @pytest.mark.parametrize("kind", INTERLEAVED_KINDS)
