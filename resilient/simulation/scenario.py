@@ -106,7 +106,7 @@ class Scenario:
             "resilient": self._resilient,
             "bamboo": lambda costs: Bamboo(self._redundant_grids, costs),
             "varuna": lambda costs: Varuna(self._grids, costs),
-            "restart": lambda costs: self._restart(costs, self.restart_nodes or trace.first_nodes),
+            "restart": lambda costs: self._restart(costs, trace.first_nodes),
         }
         return make[name.removesuffix("-tuned")](costs)
 
@@ -170,11 +170,14 @@ class Scenario:
         except ValueError as error:
             raise DoesNotFit(error) from None
 
-    def _restart(self, costs: ChangeCosts, num_nodes: int) -> Restart:
+    def _restart(self, costs: ChangeCosts, first_nodes: int) -> Restart:
         try:
-            return Restart(self._grids, costs, num_nodes)
+            return Restart(self._grids, costs, self.restart_nodes or first_nodes)
         except ArgumentError as error:
-            raise DoesNotFit(ArgumentError("restart_nodes", error.constraint, error.value, error.fix)) from None
+            fix = error.fix
+            if self.restart_nodes is None:
+                fix = "that is how many the trace begins with; say from how many on to train, or replay more nodes"
+            raise DoesNotFit(ArgumentError("restart_nodes", error.constraint, error.value, fix)) from None
         except ValueError as error:
             raise DoesNotFit(error) from None
 

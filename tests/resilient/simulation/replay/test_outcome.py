@@ -149,6 +149,8 @@ def test_unknown_policies_and_too_few_nodes_to_restart_on_are_refused() -> None:
     few = Scenario(problem=job(8, 2.0, 16, min_pipeline_nodes=2), batch=16, max_nodes=8, restart_nodes=1)
     with pytest.raises(DoesNotFit, match=r"^restart_nodes must hold a pipeline, got 1; restart with more nodes$"):
         few.run(trace((0, range(4), []), end_s=1), "restart")
+    with pytest.raises(DoesNotFit, match=r"^restart_nodes must hold a pipeline, got 1; that is how many the trace "):
+        replace(few, restart_nodes=None).run(trace((0, range(1), []), end_s=1), "restart")
 
 
 def test_the_picture_shows_each_policy_and_part(tmp_path: Path) -> None:
