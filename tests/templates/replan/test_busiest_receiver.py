@@ -21,8 +21,8 @@ from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.placement import Placer
 from resilient.templates.replan.repair import NEW
-from resilient.templates.replan.replan import replan_candidates
-from tests.templates.jobs import cost, cut, layer, plan_of, targets_of
+from resilient.templates.replan.replan import replan_candidates, templates_for
+from tests.templates.jobs import MIB, cost, cut, layer, plan_of, profile, targets_of
 
 NEAR = 1.05
 
@@ -64,9 +64,9 @@ def random_plan(draw: random.Random, num_layers: int, most_nodes: int) -> Plan:
 def random_job(draw: random.Random) -> PlanningProblem:
     """Layers of any sizes, or all of the same; a byte takes a millisecond from node to node."""
     sizes = [draw.choice([draw.randint(0, 10**6), 10**6]) for _ in range(draw.randint(4, 24))]
-    profile = ModelProfile(layers=tuple(layer(i, [cost(1.0)], size) for i, size in enumerate(sizes)))
+    layers = tuple(layer(i, [cost(1.0)], size) for i, size in enumerate(sizes))
     cluster = Cluster(inter_node=Link(latency_ms=0.0, bytes_per_s=1e3))
-    return PlanningProblem(profile=profile, num_microbatches=64, max_failures=0, cluster=cluster)
+    return PlanningProblem(profile=ModelProfile(layers=layers), num_microbatches=64, max_failures=0, cluster=cluster)
 
 
 def changed(draw: random.Random, plan: Plan) -> list[int]:
@@ -77,12 +77,11 @@ def changed(draw: random.Random, plan: Plan) -> list[int]:
 
 def placed(problem: PlanningProblem, before: Plan, live: list[int], after: Plan, busiest: int) -> Placed:
     """What the nodes of a plan receive in their places of the next."""
-    profile = problem.profile
-    held = {slot.node: set(slot.intervals(profile)) for slot in before.slots}
-    names = [each.name for each in profile.layers]
-    sizes = np.array([each.state_bytes for each in profile.layers], dtype=np.int64)
+    held = {slot.node: set(slot.intervals(problem.profile)) for slot in before.slots}
+    names = [each.name for each in problem.profile.layers]
+    sizes = np.array([each.state_bytes for each in problem.profile.layers], dtype=np.int64)
     holders = np.array([[name in held.get(node, ()) for name in names] for node in live])
-    needs = np.array([[name in slot.intervals(profile) for name in names] for slot in after.slots])
+    needs = np.array([[name in slot.intervals(problem.profile) for name in names] for slot in after.slots])
     missing = (needs[:, None] & ~holders).astype(np.int64) * sizes
     return Placed(missing, holders, [live.index(node) for node in after.nodes], busiest)
 
@@ -181,3 +180,15 @@ def test_nor_in_any_way_to_go_on() -> None:
     assert min(kinds[kind] for kind in ("join", "simple", "composed")) >= 60
     assert seen["not found"] <= 2
     assert seen["senders take longer"] <= 12
+
+
+def test_others_change_places_with_a_joiner_where_each_then_receives_less() -> None:
+    problem = PlanningProblem(profile=profile([1.0] * 5), num_microbatches=12, min_pipeline_nodes=2)
+    templates = templates_for(problem, 5)
+    before = plan_of((templates.best(3, 6), (0, 1, 2)), (templates.best(2, 6), (3, 4)))
+    # Layers 0-1, 2-3, 4 and 0-2, 3-4. In the lost node's place the joiner lacks two; in that of the last one, with
+    # nodes 2 and 4 in that of the lost one and each other's, everybody lacks one.
+    best = next(replan_candidates(problem, before, [0, 2, 3, 4, 8]))
+    assert best.kind == "join"
+    assert [pipeline.nodes for pipeline in best.plan.pipelines] == [(0, 4, 8), (3, 2)]
+    assert best.copied_bytes == 3 * MIB

@@ -171,17 +171,6 @@ def test_a_joiner_replaces_the_lost_node_and_nothing_else_moves() -> None:
     assert [pipeline.nodes for pipeline in found[0].plan.pipelines] == [(0, 8, 2), (3, 4, 5)]
 
 
-def test_others_change_places_with_a_joiner_where_each_then_receives_less() -> None:
-    problem = small_job(num_layers=5)
-    before = made_of(problem, (0, 1, 2), (3, 4))
-    # Layers 0-1, 2-3, 4 and 0-2, 3-4. In the lost node's place the joiner lacks two; in that of the last one, with
-    # nodes 2 and 4 in that of the lost one and each other's, everybody lacks one.
-    found = replan_candidates(problem, before, [0, 2, 3, 4, 8])
-    assert found[0].kind == "join"
-    assert [pipeline.nodes for pipeline in found[0].plan.pipelines] == [(0, 4, 8), (3, 2)]
-    assert found[0].copied_bytes == 3 * MIB
-
-
 def test_several_failures_are_handled_at_once() -> None:
     problem = small_job(smallest=1)
     before = made_of(problem, (0, 1, 2), (3, 4), (5, 6))
