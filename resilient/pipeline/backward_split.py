@@ -113,11 +113,11 @@ class Deferred:
     outputs: Sequence[Tensor] = ()
 
     @property
-    def num_bytes(self) -> int:
-        """What the gradients take that wait for it."""
+    def waiting(self) -> dict[int, int]:
+        """Bytes of the gradients that wait for it, by their addresses."""
         waiting = [gradient for piece in self.pieces for gradient in piece.gradients if gradient is not None]
         storages = [gradient.untyped_storage() for gradient in waiting]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     def accumulate(self) -> None:
         """Add to the parameters' gradients; called once."""

@@ -19,7 +19,7 @@ from resilient.emulation.device import DEVICE
 from resilient.models.compiled_layers import as_it_is
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
 from resilient.models.summed_loss import loss_behind
-from resilient.pipeline.backward_split import Deferred, differentiate_inputs
+from resilient.pipeline.backward_split import differentiate_inputs
 from resilient.profiling.allocations import most_allocated
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
@@ -48,6 +48,8 @@ class PassSeen:
         given_bytes: Of what is handed on, what is kept.
         own_bytes: Of what is kept what the layer made itself.
         deferred_bytes: Gradients that wait for the second part of a split backward, where that has a first one.
+        arriving_bytes: Of these, what comes from the layer behind.
+        returned_bytes: Of these, what goes to the layer before.
         input_bytes: Of what enters.
         read_bytes: Of what is loaded of the microbatch where the layer is, and not kept.
         loaded_bytes: Of all that is loaded of it.
@@ -62,6 +64,8 @@ class PassSeen:
     given_bytes: int
     own_bytes: int
     deferred_bytes: int
+    arriving_bytes: int
+    returned_bytes: int
     input_bytes: int
     read_bytes: int
     loaded_bytes: int
@@ -196,13 +200,18 @@ class LayerPass:
         wanted = {_address(tensor) for tensor in self._received.values() if tensor.requires_grad}
         own = sum(kept[each] for each in kept.keys() - parameters - handed_on - read.keys() - entered.keys())
         kept_of_entered = sum(entered[each] for each in kept.keys() & entered.keys() - handed_on - read.keys())
-        found, deferred = self._split_backward()
+        arriving = [torch.ones_like(tensor) for tensor in self._ends]
+        found, deferred = differentiate_inputs(self._ends, arriving, self._wanted(), self._trained())
+        waiting = deferred.waiting if found else {}
+        returned = {_address(gradient) for gradient in found if gradient is not None}
         seen = PassSeen(
             activation_bytes=own + kept_of_entered + sum(read[each] for each in kept.keys() & read.keys()),
             entered_bytes=sum(entered[each] for each in wanted - kept.keys() - handed_on - read.keys()),
             given_bytes=sum(kept[each] for each in kept.keys() & handed_on - entered.keys() - read.keys()),
             own_bytes=own,
-            deferred_bytes=deferred.num_bytes if found else 0,
+            deferred_bytes=sum(waiting.values()),
+            arriving_bytes=sum(waiting[each] for each in waiting.keys() & set(map(_address, arriving))),
+            returned_bytes=sum(waiting[each] for each in waiting.keys() & returned),
             input_bytes=sum(map(_num_bytes, self._received.values())),
             read_bytes=sum(map(_num_bytes, self._loaded(kept.keys() | handed_on).values())),
             loaded_bytes=sum(map(_num_bytes, self._loaded(set()).values())),
@@ -324,10 +333,6 @@ class LayerPass:
 
     def _backward(self) -> None:
         torch.autograd.backward(self._ends, [torch.ones_like(tensor) for tensor in self._ends])
-
-    def _split_backward(self) -> tuple[Sequence[Tensor | None], Deferred]:
-        ones = [torch.ones_like(tensor) for tensor in self._ends]
-        return differentiate_inputs(self._ends, ones, self._wanted(), self._trained())
 
     def _wanted(self) -> list[Tensor]:
         return [tensor for tensor in self._received.values() if tensor.requires_grad]

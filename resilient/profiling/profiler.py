@@ -242,6 +242,8 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
             again_bytes=max(each.again for each in of.workspaces),
             ending_again_bytes=max(each.ending_again for each in of.workspaces),
             deferred_bytes=max(seen.deferred_bytes for seen in of.seen),
+            arriving_bytes=max(seen.arriving_bytes for seen in of.seen),
+            returned_bytes=max(seen.returned_bytes for seen in of.seen),
             viewed_bytes=max(each.viewed for each in of.workspaces),
         )
 

@@ -47,6 +47,9 @@ class LayerCost:
         ending_again_bytes: The same where a stage ends with the layer, as for ``ending_workspace_bytes``.
         deferred_bytes: Gradients that wait where parameters are used, from a backward for the input until the one for
             the parameters, where a schedule runs them apart; what is not known is 0.
+        arriving_bytes: Of these, what comes from the layer behind; what is not known is 0.
+        returned_bytes: Of these, what goes on to the layer before: where it waits there, too, a stage with both has it
+            once. What is not known is 0.
         viewed_bytes: Of the gradients of parameters that it uses, what it finds as views of other tensors. Of a tied
             state the sum with the next layer's takes more memory then; else it takes the place of the first. What is
             not known is 0.
@@ -64,6 +67,8 @@ class LayerCost:
     again_bytes: int = 0
     ending_again_bytes: int = 0
     deferred_bytes: int = 0
+    arriving_bytes: int = 0
+    returned_bytes: int = 0
     viewed_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -80,9 +85,15 @@ class LayerCost:
             and self.again_bytes >= 0
             and self.ending_again_bytes >= 0
             and self.deferred_bytes >= 0
+            and self.arriving_bytes >= 0
+            and self.returned_bytes >= 0
             and self.viewed_bytes >= 0
         ):
             raise ValueError(f"costs of a layer must be >= 0 and finite, got {self}; profile the layer again")
+
+    def deferred_with(self, before: LayerCost) -> int:
+        """Return how many of the deferred bytes are the same gradients as those of the layer before."""
+        return min(self.returned_bytes, before.arriving_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +313,8 @@ class ModelProfile:
             trainable = layer.trainable and layer.name not in names
             if not trainable:
                 layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=(), rows=())
-                layer = replace(layer, costs=tuple(replace(cost, deferred_bytes=0) for cost in layer.costs))
+                none_wait = {"deferred_bytes": 0, "arriving_bytes": 0, "returned_bytes": 0}
+                layer = replace(layer, costs=tuple(replace(cost, **none_wait) for cost in layer.costs))
             if not trainable and not trained_before:
                 nothing = {"activation_bytes": 0, "entered_bytes": 0, "given_bytes": 0}
                 layer = replace(layer, costs=tuple(replace(cost, **nothing) for cost in layer.costs))

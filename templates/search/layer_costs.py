@@ -15,6 +15,7 @@ are being summed, of which every device receives the others' addends to its part
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from resilient.templates.common.durations import nanoseconds
@@ -64,6 +65,7 @@ class LayerCosts:
         ending_again: The same beside what is handed on and its gradient, where a stage ends with the layer.
         deferred: Kept of a microbatch between the two parts of a backward; a sharded stage's has one part, while its
             layers are gathered.
+        deferred_before: Of that, what a stage with the layer before keeps for that one.
         viewed: Of gradients that it finds for parameters, views: see
             :attr:`resilient.templates.inputs.profile.LayerCost.viewed_bytes`.
         inputs: What enters the layer, of one microbatch.
@@ -110,6 +112,10 @@ class LayerCosts:
         )
         self.deferred = [
             [cost.deferred_bytes * (option.shard == 1) for cost in row]
+            for row, option in zip(costs, self.options, strict=True)
+        ]
+        self.deferred_before = [
+            [0, *(cost.deferred_with(before) * (option.shard == 1) for before, cost in pairwise(row))]
             for row, option in zip(costs, self.options, strict=True)
         ]
         self.viewed = [[cost.viewed_bytes for cost in row] for row in costs]

@@ -83,8 +83,9 @@ class StageMemory:
         # a sharded stage does all of a backward while its layers are gathered
         trains = (trained - trained[:-1, None] > 0) & (costs.options[option].shard == 1)
         splits = np.array([layer.input_gradient for layer in layers])[:, None]
-        left = _prefix_sums(costs.deferred[option])
-        deferred = np.triu(left - left[:-1, None], 1) * splits
+        once_more = np.array(costs.deferred_before[option], dtype=np.int64)
+        left = _prefix_sums(costs.deferred[option] - once_more)
+        deferred = np.triu(left - left[:-1, None] + once_more[:, None], 1) * splits
         self.waiting = table(np.where(splits, kept - returned // 2 + deferred, self.kept) * trains)
         self.waiting_inputs = self.inputs * (trains & ~splits)
         if problem.schedule in SPLIT_KINDS and costs.options[option].shard == 1:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from resilient.errors import ArgumentError
 from resilient.templates.halves import Halves
 from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.inputs.profile import LayerProfile, ModelProfile
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
@@ -126,13 +127,17 @@ def profiled_work(profile: ModelProfile, cluster: Cluster, num_stages: int, num_
             latency_ms=latency_ms,
             transfer_ms=[link.transfer_ms(cut[0].input_bytes) - latency_ms for cut in cuts[1:]],
             activation_bytes=[sum(layer.costs[0].activation_bytes for layer in cut) for cut in cuts],
-            deferred_bytes=[
-                sum(layer.costs[0].deferred_bytes for layer in cut if cut[0].input_gradient) for cut in cuts
-            ],
+            deferred_bytes=[_deferred_bytes([layer.costs[0] for layer in cut]) * cut[0].input_gradient for cut in cuts],
         ),
         held_bytes=tuple(_held_bytes(profile, stage.first_layer, stage.end_layer) for stage in stages),
         stages=tuple(_names(cut) for cut in cuts),
     )
+
+
+def _deferred_bytes(layers: Sequence[LayerCost]) -> int:
+    """Return what waits between the halves of a stage's backward."""
+    twice = sum(layer.deferred_with(before) for before, layer in pairwise(layers))
+    return sum(layer.deferred_bytes for layer in layers) - twice
 
 
 def _halves_ms(layers: Sequence[LayerProfile]) -> tuple[float, float]:

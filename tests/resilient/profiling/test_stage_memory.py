@@ -97,6 +97,16 @@ CASES: dict[str, tuple[str, Pipeline, int] | tuple[str, Pipeline, int, ScheduleK
         )
         for row in range(3)
     },
+    **{
+        f"layers that keep nothing, {kind.value} and stage {row}": (
+            "large shifted",
+            pipeline((0, 1, 3, 6), 8, 0, 1, 1, 1),
+            row,
+            kind,
+        )
+        for kind in (ScheduleKind.SPLIT, ScheduleKind.ZB_H1)
+        for row in range(3)
+    },
     "llama, 2 stages": ("llama", pipeline((0, 3, 6), 8, 0, 1, 1), 0),
     "llama, sharded over 2": ("llama", pipeline((0, 6), 8, 0, 1, shard=2), 0),
     "llama, 2 stages of 2 tensor-parallel devices": ("llama", pipeline((0, 3, 6), 8, 0, 2, 2), 1),
