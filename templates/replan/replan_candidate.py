@@ -42,8 +42,10 @@ from resilient.templates.template import TemplateSet
 # Copying over a link of unknown bandwidth is taken to be as fast as over 10 Gbit/s.
 _NOMINAL_BYTES_PER_S = 1.25e9
 
-_MOST_EXCLUSIONS = 5
-"""Of how many different numbers of slow nodes it is tried to let them stand by."""
+_FEW_NODES = 128
+_MOST_EXCLUSIONS_OF_FEW, _MOST_EXCLUSIONS = 5, 2
+"""Of how many different numbers of slow nodes it is tried to let them stand by. Where nodes are many, each pipeline is
+a small part of all: what is between none and all of the slow ones makes no step shorter, but for rare exceptions."""
 
 
 class _Wanted(NamedTuple):
@@ -198,7 +200,8 @@ class Situation:
 
     def _numbers_without(self) -> list[int]:
         """Return how many of the slowest nodes stand by."""
-        return alike_parts([self._slowdowns[node] for node in self._slowest_first], _MOST_EXCLUSIONS)
+        most = _MOST_EXCLUSIONS if len(self._live) > _FEW_NODES else _MOST_EXCLUSIONS_OF_FEW
+        return alike_parts([self._slowdowns[node] for node in self._slowest_first], most)
 
     def _mixed(self, slowest: Sequence[int], within: tuple[int, int]) -> _Change | None:
         """Return the best composition in which some, as slow as they are, have places of their own, if it is better."""

@@ -157,12 +157,17 @@ class _Search:
         held = np.zeros((int(self._domains.max()) + 1, needs.shape[1]), dtype=np.bool_)
         held_in = np.zeros(needs.shape[1], dtype=np.int64)
         kept: list[int] = []
+        whole: set[int] = set()  # domains that hold all states
         for place, need, domain in zip(different.tolist(), needs, domains.tolist(), strict=True):
+            if domain in whole:
+                continue
             more = need & ~held[domain]
             if (more & (held_in < self._wanted)).any():
                 held[domain] |= need
                 held_in += more
                 kept.append(place)
+                if held[domain].all():
+                    whole.add(domain)
         return np.array(kept, dtype=np.int64)
 
     def _exchange_to_save(self, chosen: Ints) -> bool:
