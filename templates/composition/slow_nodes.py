@@ -239,17 +239,16 @@ class _Table:
     def _read_back(self, tau_ns: int) -> MixedComposition:
         by_kind, _, _ = self._done(tau_ns)
         tables, fast = self._filled(by_kind), self._fast(by_kind)
-        decided, column = self._slow, self._width - 1
+        number, column = len(tables) - 1, self._width - 1
         row = self._min_pipelines + int(tables[-1, self._min_pipelines :, -1].argmax())
         chosen: list[SlowPipeline] = []
-        while decided:
-            step = self._step_back(tables, by_kind, decided, row, column)
-            if step is None:
-                decided = decided[1:]
-                continue
-            kind, decided, row = step
-            column -= int(self._others[kind])
-            chosen.append(self._pipeline(kind, tau_ns))
+        while number:
+            kind, number, row = compiled(_step_back)(
+                tables, self._steps, by_kind, self._others, not self._counts_all, number, row, column
+            )
+            if kind >= 0:
+                column -= int(self._others[kind])
+                chosen.append(self._pipeline(kind, tau_ns))
         nodes = self._num_fast - (self._width - 1 - column)
         return MixedComposition(tuple(chosen), self._fast_read_back(fast, by_kind, row, nodes))
 
@@ -263,29 +262,6 @@ class _Table:
             if index >= 0:
                 return each.pipelines.pipeline(index)
         raise AssertionError("a kind without slow nodes")
-
-    def _step_back(
-        self, tables: Ints, by_kind: Ints, decided: Factors, row: int, column: int
-    ) -> tuple[int, Factors, int] | None:
-        """Return the kind of pipeline that the slowest node is in, who is left, and the row; None if it stands by."""
-        reached = tables[self._tables[decided], row, column]
-        rows = np.array(self._rows_before(row), dtype=np.int64)
-        for group, rest in self._groups.with_first(decided):
-            kinds = np.array(self._of_group.get(group, range(0))[::-1], dtype=np.int64)
-            kinds = kinds[self._others[kinds] <= column]
-            before = tables[self._tables[rest]][rows[:, None], column - self._others[kinds]]
-            leads = np.argwhere(reached == (before + by_kind[kinds]).T)
-            if len(leads):
-                index, earlier = leads[0].tolist()
-                return int(kinds[index]), rest, int(rows[earlier])
-        return None
-
-    def _rows_before(self, row: int) -> list[int]:
-        return [
-            earlier
-            for earlier in (row - 1, row)
-            if 0 <= earlier < row or (row == self._last_row and not self._counts_all)
-        ]
 
     def _fast_read_back(self, fast: Ints, by_kind: Ints, row: int, nodes: int) -> tuple[int, ...]:
         """Walk the table from the most nodes that get through as much to none."""
@@ -373,3 +349,34 @@ def _fill_beside(tables: Ints, steps: Ints, values: Ints, others: Ints, saturate
                     grown, before = tables[number, min(row + 1, num_rows - 1), others[kind] :], tables[rest, row]
                     for i in range(num_columns - others[kind]):
                         grown[i] = max(grown[i], before[i] + values[kind])
+
+
+def _step_back(
+    tables: Ints, steps: Ints, values: Ints, others: Ints, saturates: bool, number: int, row: int, column: int
+) -> tuple[int, int, int]:
+    """Return the kind of pipeline that the slowest node is in, and the table and the row that its cell is made of.
+
+    The kind is negative where that node stands by. Of several choices the first step comes first, and of that the
+    largest pipeline.
+
+    Args:
+        tables: As of :func:`_fill_beside`, as are all others but the cell.
+        steps: Likewise.
+        values: Likewise.
+        others: Likewise.
+        saturates: Likewise.
+        number: The table of the cell.
+        row: Its row.
+        column: Its column.
+    """
+    reached, latest = tables[number, row, column], row if saturates and row + 1 == tables.shape[1] else row - 1
+    without = 0
+    for step in range(len(steps)):
+        if steps[step, 0] != number:
+            continue
+        _, without, rest, first, end = steps[step]
+        for kind in range(end - 1, first - 1, -1):
+            for earlier in range(max(row - 1, 0), latest + 1):
+                if others[kind] <= column and tables[rest, earlier, column - others[kind]] + values[kind] == reached:
+                    return kind, rest, earlier
+    return -1, without, row

@@ -57,9 +57,9 @@ def lacking_domains(needs: Flags, places: Ints, domains: Ints, wanted: int) -> i
 def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int) -> Ints:
     """Make states held in enough domains, where exchanges of nodes can, and copying cheap after that.
 
-    A placement that lacks nothing is returned as it is. Otherwise exchanges start from it; where they leave something
-    lacking, or the nodes are few, also from the nodes in order of their domains, forwards and backwards. The best of
-    the results is returned.
+    A placement that lacks nothing is returned as it is. Otherwise exchanges start from it; where they leave more
+    lacking than may have to be, or the nodes are few, also from the nodes in order of their domains, forwards and
+    backwards. The best of the results is returned.
 
     Args:
         kinds: The places and the nodes.
@@ -74,7 +74,7 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int) -> In
         return chosen
     search = _Search(kinds, domains, wanted)
     found = [search.improve(chosen)]
-    if search.worth(found[0])[0] or len(domains) <= _FEW_NODES:
+    if search.worth(found[0])[0] > search.least_lacking() or len(domains) <= _FEW_NODES:
         starts = np.argsort(domains, kind="stable"), np.argsort(-domains, kind="stable")
         found.extend(map(search.improve, starts))
     return min(found, key=search.worth)
@@ -82,8 +82,10 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int) -> In
 
 class _Search:
     def __init__(self, kinds: Kinds, domains: Ints, wanted: int) -> None:
-        needs, self._weights = np.unique(kinds.needs, axis=1, return_counts=True)
-        self._needs = np.ascontiguousarray(needs)
+        numbers: dict[bytes, int] = {}  # of states, by who needs them
+        alike = [numbers.setdefault(column.tobytes(), len(numbers)) for column in kinds.needs.T.copy()]
+        self._weights = np.bincount(alike)
+        self._needs = np.ascontiguousarray(kinds.needs[:, [alike.index(number) for number in range(len(numbers))]])
         self._prices, self._places, self._nodes = kinds.prices, kinds.places, kinds.nodes
         self._domains, self._wanted = domains, wanted
         # Nodes of one type are as good as each other.
@@ -96,6 +98,13 @@ class _Search:
         """Return what is lacking and what copies cost."""
         held_in = (self._counts(chosen) > 0).sum(axis=0)
         return int(self._lacking(held_in).sum()), int(self._paid(chosen).sum())
+
+    def least_lacking(self) -> int:
+        """Return what is lacking at least: nodes of a domain can hold no more than the places that need most."""
+        num_states, num_nodes = int(self._weights.sum()), np.bincount(self._domains)
+        most_first = np.sort((self._needs @ self._weights)[self._places])[::-1]
+        held = np.minimum(np.append(0, most_first.cumsum())[num_nodes], num_states)
+        return max(0, self._wanted * num_states - int(held.sum()))
 
     def improve(self, start: Ints) -> Ints:
         """Return a placement that no exchange makes better."""
