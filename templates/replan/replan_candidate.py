@@ -42,7 +42,7 @@ from resilient.templates.template import TemplateSet
 # Copying over a link of unknown bandwidth is taken to be as fast as over 10 Gbit/s.
 _NOMINAL_BYTES_PER_S = 1.25e9
 
-_FEW_NODES = 128
+_FEW_NODES = 256
 _MOST_EXCLUSIONS_OF_FEW, _MOST_EXCLUSIONS = 5, 2
 """Of how many different numbers of slow nodes it is tried to let them stand by. Where nodes are many, each pipeline is
 a small part of all: what is between none and all of the slow ones makes no step shorter, but for rare exceptions."""
@@ -119,9 +119,9 @@ class Situation:
         for number in numbers:
             found.extend(self._distinct(self._changes(number), seen))
         if num_slow := len(self._slowest_first):
-            within = self._least_ns(most), nanoseconds(fastest_ms(found)) - 1
-            for number in sorted({num_of_any(self._templates, num_slow), num_slow} if within[0] <= within[1] else ()):
-                mixed = self._mixed(self._slowest_first[:number], within)
+            for number in sorted({num_of_any(self._templates, num_slow), num_slow}, reverse=True):
+                within = self._least_ns(most), nanoseconds(fastest_ms(found)) - 1
+                mixed = self._mixed(self._slowest_first[:number], within) if within[0] <= within[1] else None
                 found.extend(self._distinct([mixed] if mixed else [], set()))
         with_most = [way for way in found if way.num_nodes == most]
         with_most_ms = fastest_ms(with_most)
