@@ -62,7 +62,11 @@ class Launcher(JobControl):
         await asyncio.to_thread(check_host, self._options.host)
         settings = self._settings()
         self._make_folder()
-        term = await self._first_term(settings)
+        try:
+            term = await self._first_term(settings)
+        except BaseException:
+            self._drop_empty_folder()
+            raise
         coordinator = self._coordinator = Coordinator(settings, self._token, self._tell, term)
         spawner: Spawner | None = None
         self._screen = NodesScreen(self._run_directory, self._options.shown, self._on_event)
@@ -164,6 +168,11 @@ class Launcher(JobControl):
         except OSError as error:
             got = f"{self._run_directory} ({error.strerror})"
             raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error
+
+    def _drop_empty_folder(self) -> None:
+        for folder in (self._run_directory / "logs", self._run_directory):
+            with contextlib.suppress(OSError):  # there is something in it
+                folder.rmdir()
 
     def _settings(self) -> Settings:
         options = self._options

@@ -1,7 +1,7 @@
 """``resilient run``: a script on simulated nodes of this machine, with an embedded coordinator.
 
-Exit codes: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there is no
-checkpoint; 130 interrupted.
+Exit codes: 0 done; 1 failed; 2 options that cannot be used; 3 stopped for lack of nodes, to be resumed; 4 a layer's
+state is lost and there is no checkpoint; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -233,6 +233,9 @@ def run(
             local_ranks_filter=local_ranks_filter,
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
+    except (ResilientError, ValueError) as error:  # of the options themselves: nothing has begun
+        raise usage_error(_said(context, error)) from None
+    try:
         exit_code = _run_to_its_end(Launcher(options), run_directory, trace_steps, plain=plain)
     except (ResilientError, ValueError, EtcdUnreachableError, MissingPackageError) as error:
         raise _failed(context, error) from None
@@ -272,9 +275,12 @@ def _run_to_its_end(job: JobControl, run_directory: Path, trace_steps: str, *, p
 
 
 def _failed(context: typer.Context, error: Exception) -> typer.Exit:
-    said = told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
-    console.print(f"error: {printable(said)}", markup=False, style="red", soft_wrap=True)
+    console.print(f"error: {printable(_said(context, error))}", markup=False, style="red", soft_wrap=True)
     return typer.Exit(1)
+
+
+def _said(context: typer.Context, error: Exception) -> str:
+    return told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
 
 
 def parse_injection(text: str) -> Injection:

@@ -161,7 +161,7 @@ def test_script_that_does_not_train_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["node=x", "step=3", "node=1,phase=lunch", "node=1,when=now", ""])
 def test_injection_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     done = run_command("run", "--run-dir", tmp_path / "run", "--inject", text, CHAIN)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert '--inject must look like "node=2,step=15,phase=backward[,worker[=1]]"' in words(done.stderr)
     assert not (tmp_path / "run").exists()
 
@@ -174,6 +174,13 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert f"error: --host must be an address to listen on, together with --port, got 127.0.0.1:{port}" in words(
         done.stderr
     )
+
+
+def test_store_that_does_not_answer_leaves_no_folder(tmp_path: Path) -> None:
+    done = run_command("run", "--run-dir", tmp_path / "run", "--store", "etcd://127.0.0.1:1/job", CHAIN)
+    assert done.returncode == 1
+    assert "error: etcd must answer at 127.0.0.1:1, got " in words(done.stderr)
+    assert not (tmp_path / "run").exists()
 
 
 def test_resume_from_what_is_no_checkpoint(tmp_path: Path) -> None:

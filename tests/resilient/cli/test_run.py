@@ -199,7 +199,7 @@ def test_nodes_and_token_are_read(
 def test_unknown_planner_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "s.py").touch()
     result = CliRunner().invoke(app, ["run", "--planner", "entrian", str(tmp_path / "s.py")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr == (
         f"error: --planner must be one of {', '.join((AUTO, *PLANNERS))}, got 'entrian'; did you mean 'entrain'?\n"
     )
