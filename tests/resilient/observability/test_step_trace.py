@@ -48,7 +48,7 @@ def test_other_steps_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     options = ("--run-dir", str(tmp_path), str(tmp_path / "train.py"))
     ended = CliRunner().invoke(app, ["run", f"--trace-steps={text}", *options])
-    assert (ended.exit_code, ended.output.split()) == (1, f"error: --trace-steps {message}".split())
+    assert (ended.exit_code, ended.output.split()) == (2, f"error: --trace-steps {message}".split())
 
 
 def test_taken_down_is_what_was_done_in_the_order_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:

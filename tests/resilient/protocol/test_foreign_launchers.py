@@ -135,7 +135,7 @@ def test_run_is_no_copy_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     result = CliRunner().invoke(app, ["run", "--run-dir", str(tmp_path / "run"), str(write_job(tmp_path))])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.output == (
         "error: `resilient run` must be started once, got SLURM_STEP_NUM_TASKS=2 of srun, whose 2 processes would each "
         "train a job alone; start it by itself on one machine and `srun resilient agent --join HOST:PORT` on the "
