@@ -195,9 +195,10 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
     begins = np.full((num_rows + 1, num_layers + 1), num_layers + 1)  # of the second stage, the least one
     came_from = np.empty((num_rows + 1, num_layers + 1), dtype=np.int64)
     begins[0, 0] = num_layers
-    next_time = NO_TIME
+    next_time, limited, work = NO_TIME, room.memory < UNLIMITED, costs.work
+    stages, moments, others, memory = room.tables.stages, room.moments, room.others, room.memory
     for row in range(num_rows):
-        following = num_rows - 1 - row
+        following, send = num_rows - 1 - row, costs.send[room.source[1, row]]
         for i in range(row, num_layers):
             end = begins[row, i]
             if end > num_layers:
@@ -216,7 +217,14 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
                     continue
                 j = max(earliest, i_end + 2 * following)
                 while j < end:
-                    needed = _needed(costs, room, row, 1, own, j, end)
+                    needed = own[2] + work[end] - work[j] + send[j]
+                    if limited and needed <= room.time:  # what a call takes counts here
+                        fits = row_fits(stages, moments, others, row, i, i_end, j, end, memory)
+                        if fits > 0:
+                            needed += own[3] - own[2]
+                            needed += costs.forward[end] - costs.forward[j] if costs.next_backward[j] < end else 0
+                        elif fits < 0:
+                            needed = NO_TIME
                     if needed <= room.time:
                         break
                     j, next_time = j + 1, min(next_time, needed)
