@@ -16,7 +16,6 @@ from resilient.templates.common.compiled import compiled
 from resilient.templates.search.chunk_rows import (
     NO_TIME,
     Room,
-    left_time_of_rows,
     left_to_rows,
     row_fits,
     times_of_layers,
@@ -62,6 +61,19 @@ def _needed_where_turning(
     rest = room.source[:, row : row + 1], moments, room.others[row : row + 1]
     alone = Room(room.tables, *rest, room.time, room.memory + costs.within[i, 0], room.first_end)
     return _needed(costs, alone, 0, 1, begun, i, j)
+
+
+@compiled
+def _turned(costs: SingleDeviceCosts, room: Room) -> Room:
+    """Return rows that hold no more than they do wherever the last one's second stage goes on with the first one's."""
+    moments, last, tables = room.moments.copy(), len(room.moments) - 1, room.tables
+    if room.memory >= UNLIMITED:
+        return room
+    for at in range(moments.shape[1]):
+        passed = moments[last, at, 2] * costs.within[:, 1].max()
+        moments[last, at, 4], moments[last, at, 5] = moments[last, at, 4] - passed, moments[last, at, 5] - passed
+    memory = room.memory + costs.within[:, 0].max()
+    return Room(tables, room.source, moments, room.others, room.time, memory, room.first_end)
 
 
 @compiled
@@ -191,7 +203,12 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
     Returns:
         0 where a cut was found, else the least time under which more can be tried.
     """
-    num_rows, left_time, num_layers = room.source.shape[1], left_time_of_rows(room), len(costs.work) - 1
+    num_rows, num_layers, left = room.source.shape[1], len(costs.work) - 1, left_to_rows(costs, _turned(costs, room))
+    lacking = int(costs.work[num_layers] - left[0, 0])
+    if num_layers > left[0, 1]:
+        return NO_TIME
+    if lacking > 0:
+        return room.time + (lacking + num_rows - 1) // num_rows
     begins = np.full((num_rows + 1, num_layers + 1), num_layers + 1)  # of the second stage, the least one
     came_from = np.empty((num_rows + 1, num_layers + 1), dtype=np.int64)
     begins[0, 0] = num_layers
@@ -199,6 +216,7 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
     stages, moments, others, memory = room.tables.stages, room.moments, room.others, room.memory
     for row in range(num_rows):
         following, send = num_rows - 1 - row, costs.send[room.source[1, row]]
+        left_time, left_layers = left[row + 1, 0], left[row + 1, 1]
         for i in range(row, num_layers):
             end = begins[row, i]
             if end > num_layers:
@@ -216,7 +234,7 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
                         begins[row + 1, i_end], came_from[row + 1, i_end] = i_end, i
                     continue
                 j = max(earliest, i_end + 2 * following)
-                while j < end:
+                while j < min(end, begins[row + 1, i_end]):
                     needed = own[2] + work[end] - work[j] + send[j]
                     if limited and needed <= room.time:  # what a call takes counts here
                         fits = row_fits(stages, moments, others, row, i, i_end, j, end, memory)
@@ -231,10 +249,11 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
                 earliest = j
                 if j == end:
                     break
-                left = costs.work[j] - costs.work[i_end]
-                if left > left_time[row + 1]:
-                    lacking = (left - left_time[row + 1] + following - 1) // following
-                    next_time = min(next_time, room.time + lacking)
+                if j - i_end > left_layers:
+                    continue
+                lacking = work[j] - work[i_end] - left_time
+                if lacking > 0:
+                    next_time = min(next_time, room.time + (lacking + following - 1) // following)
                 elif j < begins[row + 1, i_end]:
                     begins[row + 1, i_end], came_from[row + 1, i_end] = j, i
     for i_end in range(num_layers + 1):

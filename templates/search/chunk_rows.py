@@ -150,16 +150,6 @@ def row_fits(
 
 
 @compiled
-def left_time_of_rows(room: Room) -> Ints:
-    """Return the time that is left to the rows from each one on, without their other stages. [rows + 1]"""
-    num_rows = room.source.shape[1]
-    left = np.zeros(num_rows + 1, dtype=np.int64)
-    for row in range(num_rows - 1, -1, -1):
-        left[row] = left[row + 1] + room.time - room.others[row, 0]
-    return left
-
-
-@compiled
 def left_to_rows(costs: SingleDeviceCosts, room: Room) -> Ints:
     """Return the work, in nanoseconds, and the layers that rows from each one on can take at most. [rows + 1, 2]
 
