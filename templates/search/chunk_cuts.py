@@ -24,43 +24,32 @@ from resilient.templates.search.stage_cost_model import UNLIMITED, SingleDeviceC
 
 
 @compiled
-def _begun(costs: SingleDeviceCosts, room: Room, row: int, i: int, j: int) -> tuple[int, int, int, int]:
-    """Return the layers of a row's stage of the first of two chunks, and the row's times without the other one's."""
-    plain, again = times_of_layers(costs, room.source[0, row], i, j)
-    return i, j, plain + room.others[row, 0], again + room.others[row, 1]
+def _needed(fits: int, plain: int, again: int) -> int:
+    """Return the time that a row needs, by what :func:`row_fits` says; more than any time where nothing fits.
+
+    Args:
+        fits: That.
+        plain: Time with activations kept.
+        again: What of it is done again with checkpoints.
+    """
+    return plain if fits == 0 else plain + again if fits > 0 else NO_TIME
 
 
 @compiled
-def _needed(
-    costs: SingleDeviceCosts, room: Room, row: int, chunk: int, begun: tuple[int, int, int, int], i: int, j: int
-) -> int:
-    """Return the time that a row needs for layers ``i .. j - 1`` beside its other stages, those begun with them.
-
-    More than any time, where its memory does not hold them; at least so long, where that is more than a row may take.
-    """
-    plain, again = times_of_layers(costs, room.source[chunk, row], i, j)
-    plain += begun[2]
+def _needed_where_turning(costs: SingleDeviceCosts, room: Room, i: int, middle: int, end: int, plain: int) -> int:
+    """Return the same of the last row, whose stages, of layers ``i .. middle - 1 .. end - 1``, follow each other."""
     if plain > room.time or room.memory >= UNLIMITED:
         return plain
-    fits = row_fits(room.tables.stages, room.moments, room.others, row, begun[0], begun[1], i, j, room.memory)
-    return plain if fits == 0 else again + begun[3] if fits > 0 else NO_TIME
-
-
-@compiled
-def _needed_where_turning(
-    costs: SingleDeviceCosts, room: Room, row: int, begun: tuple[int, int, int, int], j: int
-) -> int:
-    """Return the same of a row whose stage of the first chunk hands on to that of the second."""
-    i = begun[1]
-    if room.memory >= UNLIMITED:
-        return _needed(costs, room, row, 1, begun, i, j)
-    moments = room.moments[row : row + 1].copy()  # what is handed on is held once
-    for at in range(moments.shape[1]):
-        passed = moments[0, at, 2] * costs.within[i, 1]
-        moments[0, at, 4], moments[0, at, 5] = moments[0, at, 4] - passed, moments[0, at, 5] - passed
-    rest = room.source[:, row : row + 1], moments, room.others[row : row + 1]
-    alone = Room(room.tables, *rest, room.time, room.memory + costs.within[i, 0], room.first_end)
-    return _needed(costs, alone, 0, 1, begun, i, j)
+    last = len(room.moments) - 1
+    moments, others = room.moments[last : last + 1].copy(), room.others[last : last + 1]
+    moments[0, :, 4:] -= moments[0, :, 2:3] * costs.within[middle, 1]  # what is handed on is held once
+    memory = room.memory + costs.within[middle, 0]
+    fits = row_fits(room.tables.stages, moments, others, 0, i, middle, middle, end, memory)
+    again = others[0, 1] - others[0, 0]
+    for first, until in ((i, middle), (middle, end)):
+        plain_time, again_time = times_of_layers(costs, 0, first, until)
+        again += again_time - plain_time
+    return _needed(fits, plain, again)
 
 
 @compiled
@@ -69,9 +58,7 @@ def _turned(costs: SingleDeviceCosts, room: Room) -> Room:
     moments, last, tables = room.moments.copy(), len(room.moments) - 1, room.tables
     if room.memory >= UNLIMITED:
         return room
-    for at in range(moments.shape[1]):
-        passed = moments[last, at, 2] * costs.within[:, 1].max()
-        moments[last, at, 4], moments[last, at, 5] = moments[last, at, 4] - passed, moments[last, at, 5] - passed
+    moments[last, :, 4:] -= moments[last, :, 2:3] * costs.within[:, 1].max()
     memory = room.memory + costs.within[:, 0].max()
     return Room(tables, room.source, moments, room.others, room.time, memory, room.first_end)
 
@@ -131,51 +118,54 @@ def _next_row(
     Returns the least time of a row under which that would be more.
     """
     following, next_time, limited = room.source.shape[1] - 1 - row, NO_TIME, room.memory < UNLIMITED
+    # numbers, and no calls with costs and rooms: what a call takes counts here
     stages, moments, others, memory = room.tables.stages, room.moments, room.others, room.memory
+    work, forward, next_backward, time = costs.work, costs.forward, costs.next_backward, room.time
+    source, second_source, others_again = room.source[0, row], room.source[1, row], others[row, 1] - others[row, 0]
     left_time, left_layers = left_rows[0], left_rows[1] - middle - end
     for at in range(middle - following - first):
         begin = farthest[row, at]
         if begin < 0:
             continue
         i, j, stop = first + at, begin, end - following
-        send = costs.send[room.source[1, row], begin]
+        beside = costs.send[source, i] + costs.send[second_source, begin] + others[row, 0] - work[i] - work[begin]
         if following == 0:
-            own = _begun(costs, room, row, i, middle)
-            needed = _needed(costs, room, row, 1, own, begin, end)
-            if needed > room.time:
+            needed = beside + work[middle] + work[end]
+            if limited and needed <= time:
+                fits = row_fits(stages, moments, others, row, i, middle, begin, end, memory)
+                again = others_again + (forward[middle] - forward[i]) * (next_backward[i] < middle)
+                needed = _needed(fits, needed, again + (forward[end] - forward[begin]) * (next_backward[begin] < end))
+            if needed > time:
                 next_time = min(next_time, needed)
             elif end > farthest[row + 1, middle - first]:
                 farthest[row + 1, middle - first], came_from[row + 1, middle - first] = end, at
             continue
-        least = _begun(costs, room, row, i, i + 1)
-        longest = int(costs.work[begin] + room.time - least[2] - send)
-        stop = max(begin, min(stop, int(np.searchsorted(costs.work, longest, side="right")) - 1))
+        longest = time - beside - work[i + 1]
+        stop = max(begin, min(stop, int(np.searchsorted(work, longest, side="right")) - 1))
         if stop < end - following:
-            next_time = min(next_time, room.time + int(costs.work[stop + 1]) - longest)
+            next_time = min(next_time, time + int(work[stop + 1] - longest))
         half = stop  # often all that there is time for fits
+        again = others_again + (forward[i + 1] - forward[i]) * (next_backward[i] == i)
         while j < stop:
-            needed = _needed(costs, room, row, 1, least, begin, half)
-            if needed <= room.time:
+            needed = beside + work[i + 1] + work[half]
+            if limited:
+                fits = row_fits(stages, moments, others, row, i, i + 1, begin, half, memory)
+                needed = _needed(fits, needed, again + (forward[half] - forward[begin]) * (next_backward[begin] < half))
+            if needed <= time:
                 j = half
             else:
                 stop, next_time = half - 1, min(next_time, needed)
             half = (j + stop + 1) >> 1
         for i_end in range(i + 1, min(middle - following, room.first_end if row == 0 else middle) + 1):
-            own, reached = _begun(costs, room, row, i, i_end), farthest[row + 1, i_end - first]
-            to_come = costs.work[middle] - costs.work[i_end] + costs.work[end]
-            left = to_come - costs.work[j]
+            reached, to_come = farthest[row + 1, i_end - first], work[middle] - work[i_end] + work[end]
+            left = to_come - work[j]
+            again = others_again + (forward[i_end] - forward[i]) * (next_backward[i] < i_end)
             while j > max(begin, reached):
-                needed = own[2] + costs.work[j] - costs.work[begin] + send
-                left = to_come - costs.work[j]
-                possible = needed <= room.time and left <= left_time and left_layers + i_end + j >= 0
-                if limited and possible:  # what a call takes counts here
+                needed, left = beside + work[i_end] + work[j], to_come - work[j]
+                if limited and needed <= time and left <= left_time and left_layers + i_end + j >= 0:
                     fits = row_fits(stages, moments, others, row, i, i_end, begin, j, memory)
-                    if fits > 0:
-                        needed += own[3] - own[2]
-                        needed += costs.forward[j] - costs.forward[begin] if costs.next_backward[begin] < j else 0
-                    elif fits < 0:
-                        needed = NO_TIME
-                if needed <= room.time:
+                    needed = _needed(fits, needed, again + (forward[j] - forward[begin]) * (next_backward[begin] < j))
+                if needed <= time:
                     break
                 j, next_time = j - 1, min(next_time, needed)
             if j == begin:
@@ -183,7 +173,7 @@ def _next_row(
             if j <= reached or left_layers + i_end + j < 0:
                 continue
             if left > left_time:
-                next_time = min(next_time, room.time + (left - left_time + following - 1) // following)
+                next_time = min(next_time, time + (left - left_time + following - 1) // following)
             else:
                 farthest[row + 1, i_end - first], came_from[row + 1, i_end - first] = j, at
     return int(next_time)
@@ -214,36 +204,36 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
     begins[0, 0] = num_layers
     next_time, limited, work = NO_TIME, room.memory < UNLIMITED, costs.work
     stages, moments, others, memory = room.tables.stages, room.moments, room.others, room.memory
+    forward, next_backward, time = costs.forward, costs.next_backward, room.time
     for row in range(num_rows):
-        following, send = num_rows - 1 - row, costs.send[room.source[1, row]]
+        following, source, second_source = num_rows - 1 - row, room.source[0, row], room.source[1, row]
+        others_again = others[row, 1] - others[row, 0]
         left_time, left_layers = left[row + 1, 0], left[row + 1, 1]
         for i in range(row, num_layers):
             end = begins[row, i]
             if end > num_layers:
                 continue
-            earliest = int(np.searchsorted(costs.work, costs.work[end] - room.time))
+            earliest = int(np.searchsorted(work, work[end] - time))
             if earliest > 0:
-                next_time = min(next_time, costs.work[end] - costs.work[earliest - 1])
+                next_time = min(next_time, work[end] - work[earliest - 1])
             for i_end in range(i + 1, min(end - 2 * following, room.first_end + 1 if row == 0 else end)):
-                own = _begun(costs, room, row, i, i_end)
+                beside = work[i_end] - work[i] + costs.send[source, i] + others[row, 0] + work[end]
                 if following == 0:  # the second stage begins where the first one ends
-                    needed = _needed_where_turning(costs, room, row, own, end)
-                    if needed > room.time:
+                    beside += costs.send[second_source, i_end] - work[i_end]
+                    needed = _needed_where_turning(costs, room, i, i_end, end, beside)
+                    if needed > time:
                         next_time = min(next_time, needed)
                     elif i_end < begins[row + 1, i_end]:
                         begins[row + 1, i_end], came_from[row + 1, i_end] = i_end, i
                     continue
-                j = max(earliest, i_end + 2 * following)
+                j, again = max(earliest, i_end + 2 * following), others_again
+                again += (forward[i_end] - forward[i]) * (next_backward[i] < i_end)
                 while j < min(end, begins[row + 1, i_end]):
-                    needed = own[2] + work[end] - work[j] + send[j]
-                    if limited and needed <= room.time:  # what a call takes counts here
+                    needed = beside + costs.send[second_source, j] - work[j]
+                    if limited and needed <= time:
                         fits = row_fits(stages, moments, others, row, i, i_end, j, end, memory)
-                        if fits > 0:
-                            needed += own[3] - own[2]
-                            needed += costs.forward[end] - costs.forward[j] if costs.next_backward[j] < end else 0
-                        elif fits < 0:
-                            needed = NO_TIME
-                    if needed <= room.time:
+                        needed = _needed(fits, needed, again + (forward[end] - forward[j]) * (next_backward[j] < end))
+                    if needed <= time:
                         break
                     j, next_time = j + 1, min(next_time, needed)
                 earliest = j
@@ -253,7 +243,7 @@ def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
                     continue
                 lacking = work[j] - work[i_end] - left_time
                 if lacking > 0:
-                    next_time = min(next_time, room.time + (lacking + following - 1) // following)
+                    next_time = min(next_time, time + (lacking + following - 1) // following)
                 elif j < begins[row + 1, i_end]:
                     begins[row + 1, i_end], came_from[row + 1, i_end] = j, i
     for i_end in range(num_layers + 1):
@@ -277,7 +267,8 @@ def even_chunk(costs: SingleDeviceCosts, room: Room, first: int, end: int, ends:
         end: One past the last one.
         ends: Where the stages found end. [rows]
     """
-    num_rows, size = room.source.shape[1], end - first
+    num_rows, size, limited = room.source.shape[1], end - first, room.memory < UNLIMITED
+    stages, moments, others = room.tables.stages, room.moments, room.others
     least = np.full((num_rows + 1, size + 1), np.inf)
     came_from = np.zeros((num_rows + 1, size + 1), dtype=np.int64)
     least[0, 0] = 0.0
@@ -290,11 +281,14 @@ def even_chunk(costs: SingleDeviceCosts, room: Room, first: int, end: int, ends:
                 i, j = first + at, first + until
                 if row == 0 and j > room.first_end:
                     break
-                whole = _needed(costs, room, row, 0, (0, 0, room.others[row, 0], room.others[row, 1]), i, j)
+                own, again = times_of_layers(costs, room.source[0, row], i, j)
+                whole = own + others[row, 0]
+                if limited and whole <= room.time:
+                    fits = row_fits(stages, moments, others, row, i, i, i, j, room.memory)
+                    own = own if fits == 0 else again if fits > 0 else NO_TIME
+                    whole = own + others[row, int(fits > 0)]
                 if whole > room.time:
                     break
-                plain, again = times_of_layers(costs, room.source[0, row], i, j)
-                own = plain if whole == plain + room.others[row, 0] else again
                 total = least[row, at] + float(own) * own + float(whole) * whole
                 if total < least[row + 1, until]:
                     least[row + 1, until], came_from[row + 1, until] = total, at

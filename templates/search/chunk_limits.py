@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.search.stage_cost_model import UNLIMITED, SingleDeviceCosts
 
 if TYPE_CHECKING:
@@ -228,14 +228,49 @@ class _Limited:
         return bounds
 
     def _pair_lowered(self, bounds: ChunkTable, chunk: int, of: int, floor: int) -> ChunkTable:
-        """Return the same with a chunk and the next one cut anew; the cut itself where none with a lower limit is."""
+        """Return the same with a chunk and the next one cut anew; the cut itself where none with a lower limit is.
+
+        To find that a limit is too low takes longest, and as long for each layer that is tried as the next chunk's
+        first. So of long models one is tried at a time, and whether it helps at all is asked first.
+        """
+        cuts = self._cuts
+        is_tried = np.zeros(len(cuts.costs.work), dtype=np.bool_)
+        while len(middles := self._middles(bounds, chunk, is_tried)):
+            together = middles if cuts.is_short else middles[:1]
+            bounds = self._lowered_at(bounds, chunk, together, of, floor, slowly=bool(is_tried.any()))
+            is_tried[together] = True
+        return bounds
+
+    def _middles(self, bounds: ChunkTable, chunk: int, is_tried: Flags) -> Ints:
+        """Return the layers to try as the next chunk's first that were not, the nearest first; any where it is free."""
+        rows = self._cuts.num_rows
+        first, middle, end = (int(bounds[(chunk + of) * rows]) for of in range(3))
+        if self._cuts.leads_back:
+            return np.arange(1 - int(is_tried[0]))
+        middles = np.arange(first + rows, end - rows + 1)
+        nearest = middles[np.argsort(np.abs(middles - middle), kind="stable")][: max(3, _STEPS // (end - first) ** 2)]
+        return nearest[~is_tried[nearest]]
+
+    def _lowered_at(
+        self, bounds: ChunkTable, chunk: int, middles: Ints, of: int, floor: int, *, slowly: bool
+    ) -> ChunkTable:
+        """Return the same where the next chunk begins with one of some layers.
+
+        Args:
+            bounds: The cut to begin with, as ``of`` and ``floor`` those of :meth:`lowered`. [stages + 1]
+            chunk: The first one of the pair.
+            middles: The layers, in the order in which they are tried.
+            of: ``TIME`` or ``MEMORY``.
+            floor: Lower limits are of no use.
+            slowly: Whether to ask first for the least that counts as lower.
+        """
         low, high = floor - 1, self._cuts.most(bounds, of, self._memory)
-        # To find that a limit is too low takes longest. Of several pairs each is lowered again and again, so that times
-        # only fall, ever faster, until one is too low.
-        falls, fall = of == TIME and self._cuts.num_chunks > 2 and not self._cuts.is_short, high // (2 * _CLOSE) + 1
+        # Of several pairs each is lowered again and again, so that times only fall, ever faster, until one is too low.
+        falls = slowly or (of == TIME and self._cuts.num_chunks > 2 and not self._cuts.is_short)
+        fall = high // (2 * _CLOSE) + 1
         limit = max(floor, high - fall) if falls else floor
         while low < limit < high:
-            lacking, found = self._under(bounds, chunk, of, limit)
+            lacking, found = self._under(bounds, chunk, middles, of, limit)
             if lacking:
                 low = lacking - 1 if of == TIME else limit
             else:
@@ -263,7 +298,7 @@ class _Limited:
                 even_chunk(cuts.costs, room, int(bounds[first]), int(bounds[end]), bounds[first + 1 : end + 1])
         return bounds
 
-    def _under(self, bounds: ChunkTable, chunk: int, of: int, limit: int) -> tuple[int, ChunkTable]:
+    def _under(self, bounds: ChunkTable, chunk: int, middles: Ints, of: int, limit: int) -> tuple[int, ChunkTable]:
         """Return a cut within a limit on time or memory in which a chunk and the next one are cut anew.
 
         Before it 0, or where none is found the least time under which more can be tried.
@@ -272,15 +307,12 @@ class _Limited:
 
         cuts, rows = self._cuts, self._cuts.num_rows
         limits = (limit, self._memory, self._first_end) if of == TIME else (UNLIMITED, limit, self._first_end)
-        first, middle, end = (int(bounds[(chunk + of) * rows]) for of in range(3))
         room = cuts.room(bounds, range(chunk, chunk + 2), np.arange(rows), limits)
         ends, found = np.empty((2, rows), dtype=np.int64), bounds.copy()
         if cuts.leads_back:
             lacking = cut_there_and_back(cuts.costs, room, ends)
         else:
-            middles = np.arange(first + rows, end - rows + 1)
-            nearest = np.argsort(np.abs(middles - middle), kind="stable")
-            tried = max(3, _STEPS // (end - first) ** 2)
-            lacking = cut_pair(cuts.costs, room, first, end, middles[nearest[:tried]], ends)
+            first, end = int(bounds[chunk * rows]), int(bounds[(chunk + 2) * rows])
+            lacking = cut_pair(cuts.costs, room, first, end, middles, ends)
         found[cuts.stage_at[chunk : chunk + 2] + 1] = ends
         return lacking, found
