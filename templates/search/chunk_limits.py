@@ -31,6 +31,10 @@ _STEPS = 1_000_000
 """Of loops, in which a limit is tried; takes about 5 ms. Of long models not every layer is tried as a chunk's first."""
 
 
+_FAR = np.unique(np.int64(2) ** np.arange(10) * np.array([[2], [3]]))
+"""How far from the nearest layer others are tried, where memory is tight."""
+
+
 def bytes_at_moments(costs: SingleDeviceCosts, counts: Ints, stage_at: Ints, bounds: ChunkTable) -> tuple[Ints, Ints]:
     """Return what rows hold of each of their stages, with activations kept and with checkpoints.
 
@@ -123,7 +127,7 @@ class ChunkCuts:
             bounds = bounds.copy()
             second = int(np.flatnonzero(self.row_of == 0)[1])  # takes what the row's first stage does not
             bounds[1 : second + 1] -= bounds[1] - first_end
-        cut = _Limited(self, memory, first_end)
+        cut = _Limited(self, memory, first_end, is_tight=not self.fits(bounds, limit))
         if limit is not None:
             bounds = cut.lowered(bounds, MEMORY, limit)
             if not self.fits(bounds, limit):
@@ -202,12 +206,20 @@ class ChunkCuts:
 
 
 class _Limited:
-    """Cuts in which the memory of rows and the first stage's end are limited."""
+    """Cuts in which the memory of rows and the first stage's end are limited.
 
-    def __init__(self, cuts: ChunkCuts, memory: int, first_end: int) -> None:
+    Args:
+        cuts: Of a number of rows.
+        memory: Most bytes of a row.
+        first_end: Where the first stage ends at the latest.
+        is_tight: Whether cuts must be looked for that memory holds, also far from those that are even.
+    """
+
+    def __init__(self, cuts: ChunkCuts, memory: int, first_end: int, *, is_tight: bool) -> None:
         self._cuts = cuts
         self._memory = memory
         self._first_end = first_end
+        self._is_tight = is_tight
 
     def lowered(self, bounds: ChunkTable, of: int, floor: int) -> ChunkTable:
         """Return the cut with the least limit that was found, from one to begin with.
@@ -231,13 +243,20 @@ class _Limited:
         """Return the same with a chunk and the next one cut anew; the cut itself where none with a lower limit is.
 
         To find that a limit is too low takes longest, and as long for each layer that is tried as the next chunk's
-        first. So of long models one is tried at a time, and whether it helps at all is asked first.
+        first. So of long models one is tried at a time: whether it helps at all is asked first, and of two chunks only
+        for cuts that memory holds.
         """
         cuts = self._cuts
         is_tried = np.zeros(len(cuts.costs.work), dtype=np.bool_)
+        must_fit = of == MEMORY and cuts.num_chunks == 2 and not (cuts.is_short or cuts.leads_back)
         while len(middles := self._middles(bounds, chunk, is_tried)):
             together = middles if cuts.is_short else middles[:1]
-            bounds = self._lowered_at(bounds, chunk, together, of, floor, slowly=bool(is_tried.any()))
+            if must_fit:
+                lacking, found = self._under(bounds, chunk, together, of, floor)
+                if not lacking:
+                    return found
+            else:
+                bounds = self._lowered_at(bounds, chunk, together, of, floor, slowly=bool(is_tried.any()))
             is_tried[together] = True
         return bounds
 
@@ -248,7 +267,10 @@ class _Limited:
         if self._cuts.leads_back:
             return np.arange(1 - int(is_tried[0]))
         middles = np.arange(first + rows, end - rows + 1)
-        nearest = middles[np.argsort(np.abs(middles - middle), kind="stable")][: max(3, _STEPS // (end - first) ** 2)]
+        middles = middles[np.argsort(np.abs(middles - middle), kind="stable")]
+        nearest = middles[: max(3, _STEPS // (end - first) ** 2)]
+        if self._is_tight and is_tried.any():
+            nearest = np.concatenate([middles[np.isin(np.abs(middles - middle), _FAR)][::-1], nearest])
         return nearest[~is_tried[nearest]]
 
     def _lowered_at(
