@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.search.chunk_rows import times_of_layers
+from resilient.templates.search.chunk_rows import NO_TIME, times_of_layers
 from resilient.templates.search.stage_cost_model import SingleDeviceCosts
 
 _FARTHEST = 2
@@ -21,6 +21,9 @@ _SHIFTS = 2 * _FARTHEST + 1
 
 _PLAIN, _AGAIN, _PUT_OFF, _HELD, _KEPT, _WAITING, _USED, _INPUTS, _INPUTS_WAITING, _LARGEST = range(10)
 """What is known of a stage: its times, twice what its schedule puts off, and its bytes as costs have them."""
+
+_TIME, _FILLS, _LACKS = range(3)
+"""What is known of a row: its time, what of that fills the pipeline, and the bytes that it lacks."""
 
 
 class Rows(NamedTuple):
@@ -51,39 +54,72 @@ def move_bounds(costs: SingleDeviceCosts, rows: Rows, moves: Ints, cuts: Ints) -
     Args:
         costs: Of layers.
         rows: What they are cut for.
-        moves: What bounds can move by. [moves, stages + 1]
+        moves: What bounds can move by; the first by nothing. [moves, stages + 1]
         cuts: Those to begin with, which are changed. [cuts, stages + 1]
     """
-    num_stages = cuts.shape[1] - 1
-    near = np.empty((num_stages, _SHIFTS, _SHIFTS, _LARGEST + 1), dtype=np.int64)
-    still = np.zeros(num_stages + 1, dtype=np.int64)
-    for bounds in cuts:
-        _rate_near(costs, rows, bounds, near)
-        lacking, took = _step(costs, rows, near, bounds, still)
+    # Of moves only the rows are looked at that they change. Numbers, and no views of arrays: what these take counts.
+    num_rows, num_chunks = rows.stages.shape
+    stages, counts, within, memory, checkpoints = rows.stages, rows.counts, costs.within, rows.memory, rows.checkpoints
+    near = np.empty((stages.size, _SHIFTS, _SHIFTS, _LARGEST + 1), dtype=np.int64)
+    changes = _changes(stages, moves)
+    now, then = np.empty((num_rows, 3), dtype=np.int64), np.empty((num_rows, 3), dtype=np.int64)
+    for cut in range(len(cuts)):
+        bounds, lacking, took = cuts[cut], NO_TIME, np.inf
         while True:
-            best = -1
+            _rate_near(costs, rows.source, bounds, near)
+            lacks_now = np.int64(0)
+            for row in range(num_rows):
+                _rate_row(near, stages, counts, within, bounds, moves, 0, row, memory, checkpoints, now)
+                lacks_now += now[row, _LACKS]
+            best = 0
             for index in range(len(moves)):
-                if not _possible(bounds, moves[index]):
+                if not _is_possible(bounds, moves, index):
                     continue
-                lacks, takes = _step(costs, rows, near, bounds, moves[index])
-                if lacks < lacking or (lacks == lacking and takes < took):
+                lacks, slowest, filling, sum_filling = lacks_now, -1, 0, 0
+                for row in range(num_rows):
+                    if changes[index, row]:
+                        _rate_row(near, stages, counts, within, bounds, moves, index, row, memory, checkpoints, then)
+                        lacks += then[row, _LACKS] - now[row, _LACKS]
+                if lacks > lacking:
+                    continue
+                for row in range(num_rows):
+                    time = then[row, _TIME] if changes[index, row] else now[row, _TIME]
+                    fills = then[row, _FILLS] if changes[index, row] else now[row, _FILLS]
+                    sum_filling += fills
+                    if time > slowest or (time == slowest and fills > filling):
+                        slowest, filling = time, fills
+                takes = (sum_filling - filling) / num_chunks + costs.sync[bounds[1] + moves[index, 1]]
+                takes += rows.num_microbatches * slowest
+                if lacks < lacking or takes < took:
                     best, lacking, took = index, lacks, takes
-            if best < 0:
+            if best == 0:
                 break
             bounds += moves[best]
-            _rate_near(costs, rows, bounds, near)
 
 
 @compiled
-def _possible(bounds: Ints, move: Ints) -> bool:
-    least = 1
+def _changes(stages: Ints, moves: Ints) -> Flags:
+    """Return whether moves change rows. [moves, rows]"""
+    changes = np.zeros((len(moves), len(stages)), dtype=np.bool_)
+    for index in range(len(moves)):
+        for row in range(len(stages)):
+            for stage in stages[row]:
+                if moves[index, stage] != 0 or moves[index, stage + 1] != 0:
+                    changes[index, row] = True
+    return changes
+
+
+@compiled
+def _is_possible(bounds: Ints, moves: Ints, index: int) -> bool:
+    """Return whether all stages have layers after a move."""
     for stage in range(len(bounds) - 1):
-        least = min(least, bounds[stage + 1] + move[stage + 1] - bounds[stage] - move[stage])
-    return least > 0
+        if bounds[stage + 1] + moves[index, stage + 1] <= bounds[stage] + moves[index, stage]:
+            return False
+    return True
 
 
 @compiled
-def _rate_near(costs: SingleDeviceCosts, rows: Rows, bounds: Ints, near: Ints) -> None:
+def _rate_near(costs: SingleDeviceCosts, source: Ints, bounds: Ints, near: Ints) -> None:
     """Fill in what stages cost whose bounds are shifted. [stages, shifts, shifts, what is known]"""
     num_layers = bounds[-1]
     for stage in range(len(bounds) - 1):
@@ -94,7 +130,7 @@ def _rate_near(costs: SingleDeviceCosts, rows: Rows, bounds: Ints, near: Ints) -
                 if i < 0 or j <= i or j > num_layers:
                     continue
                 of = near[stage, first, end]
-                of[_PLAIN], of[_AGAIN] = times_of_layers(costs, rows.source[stage], i, j)
+                of[_PLAIN], of[_AGAIN] = times_of_layers(costs, source[stage], i, j)
                 of[_PUT_OFF] = 2 * (costs.weights[j] - costs.weights[i])
                 of[_HELD], of[_KEPT], of[_WAITING] = costs.held[i, j], costs.kept[i, j], costs.waiting[i, j]
                 of[_USED], of[_LARGEST] = costs.workspace[i, j], costs.largest[i, j]
@@ -102,52 +138,80 @@ def _rate_near(costs: SingleDeviceCosts, rows: Rows, bounds: Ints, near: Ints) -
 
 
 @compiled
-def _step(costs: SingleDeviceCosts, rows: Rows, near: Ints, bounds: Ints, move: Ints) -> tuple[int, float]:
-    """Return the bytes that a moved cut lacks, and how long its step takes."""
-    num_rows, num_chunks = rows.stages.shape
-    lacking, slowest, filling, sum_filling = 0, -1, 0, 0
-    for row in range(num_rows):
-        plain = again = 0
-        for stage in rows.stages[row]:
-            of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
-            plain, again = plain + of[_PLAIN], again + of[_AGAIN]
-        checkpoints = False
-        if rows.memory > 0:
-            kept = _bytes(costs.within, rows, near, row, bounds, move, 0)
-            checkpoints = rows.checkpoints and kept > rows.memory
-            if checkpoints:
-                kept = _bytes(costs.within, rows, near, row, bounds, move, 1)
-            lacking += max(0, kept - rows.memory)
-        time, fills = again if checkpoints else plain, 0
-        for stage in rows.stages[row]:
-            of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
-            fills += of[_AGAIN] if checkpoints else max(0, of[_PLAIN] - of[_PUT_OFF])
-        sum_filling += fills
-        if time > slowest or (time == slowest and fills > filling):
-            slowest, filling = time, fills
-    fill = (sum_filling - filling) / num_chunks
-    return lacking, fill + costs.sync[bounds[1] + move[1]] + rows.num_microbatches * slowest
+def _rate_row(
+    near: Ints,
+    stages: Ints,
+    counts: Ints,
+    within: Ints,
+    bounds: Ints,
+    moves: Ints,
+    index: int,
+    row: int,
+    memory: int,
+    checkpoints: bool,
+    rated: Ints,
+) -> None:
+    """Fill in how long a row of a moved cut takes, what of that fills the pipeline, and the bytes that it lacks.
+
+    Args:
+        near: As of :func:`_rate_near`.
+        stages: As of :class:`Rows`, as are ``counts``, ``memory`` and ``checkpoints``.
+        counts: Likewise.
+        within: As of the costs.
+        bounds: The cut.
+        moves: As of :func:`move_bounds`.
+        index: Which of them.
+        row: The row.
+        memory: Its memory.
+        checkpoints: Whether it may checkpoint.
+        rated: Where that is put. [rows, 3]
+    """
+    plain = again = fills = lacks = 0
+    for chunk in range(stages.shape[1]):
+        stage = stages[row, chunk]
+        first, end = moves[index, stage] + _FARTHEST, moves[index, stage + 1] + _FARTHEST
+        plain, again = plain + near[stage, first, end, _PLAIN], again + near[stage, first, end, _AGAIN]
+        fills += max(0, near[stage, first, end, _PLAIN] - near[stage, first, end, _PUT_OFF])
+    time = plain
+    if memory > 0:
+        kept = _bytes(near, stages, counts, within, bounds, moves, index, row, _KEPT, _WAITING, _USED)
+        if checkpoints and kept > memory:
+            kept = _bytes(near, stages, counts, within, bounds, moves, index, row, _INPUTS, _INPUTS_WAITING, _LARGEST)
+            time = fills = again
+        lacks = max(0, kept - memory)
+    rated[row, _TIME], rated[row, _FILLS], rated[row, _LACKS] = time, fills, lacks
 
 
 @compiled
-def _bytes(within: Ints, rows: Rows, near: Ints, row: int, bounds: Ints, move: Ints, again: int) -> int:
-    """Return what a row of a moved cut holds, with activations kept or with checkpoints."""
-    kept, waiting, used = (_INPUTS, _INPUTS_WAITING, _LARGEST) if again else (_KEPT, _WAITING, _USED)
+def _bytes(
+    near: Ints,
+    stages: Ints,
+    counts: Ints,
+    within: Ints,
+    bounds: Ints,
+    moves: Ints,
+    index: int,
+    row: int,
+    kept: int,
+    waiting: int,
+    used: int,
+) -> int:
+    """Return what a row of a moved cut holds, by which bytes of its stages count. Arguments as of :func:`_rate_row`."""
     most = held = once = 0
-    num_chunks = rows.stages.shape[1]
-    for moment in range(rows.counts.shape[2]):
+    num_chunks = stages.shape[1]
+    for moment in range(counts.shape[2]):
         moving = 0
-        for chunk, stage in enumerate(rows.stages[row]):
-            of, count = (
-                near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST],
-                rows.counts[chunk, row, moment],
-            )
-            moving += count[0] * of[kept] + count[1] * of[waiting]
-            if chunk + 1 < num_chunks and rows.stages[row, chunk + 1] == stage + 1:  # it hands on to itself
-                moving -= count[0] * within[bounds[stage + 1] + move[stage + 1], 1]
-                moving -= within[bounds[stage + 1] + move[stage + 1], 0]
+        for chunk in range(num_chunks):
+            stage, before = stages[row, chunk], counts[chunk, row, moment, 0]
+            first, end = moves[index, stage] + _FARTHEST, moves[index, stage + 1] + _FARTHEST
+            moving += before * near[stage, first, end, kept]
+            moving += counts[chunk, row, moment, 1] * near[stage, first, end, waiting]
+            if chunk + 1 < num_chunks and stages[row, chunk + 1] == stage + 1:  # it hands on to itself
+                bound = bounds[stage + 1] + moves[index, stage + 1]
+                moving -= before * within[bound, 1] + within[bound, 0]
         most = max(most, moving)
-    for stage in rows.stages[row]:
-        of = near[stage, move[stage] + _FARTHEST, move[stage + 1] + _FARTHEST]
-        held, once = held + of[_HELD], max(once, of[used])
+    for chunk in range(num_chunks):
+        stage = stages[row, chunk]
+        first, end = moves[index, stage] + _FARTHEST, moves[index, stage + 1] + _FARTHEST
+        held, once = held + near[stage, first, end, _HELD], max(once, near[stage, first, end, used])
     return held + most + once

@@ -327,9 +327,10 @@ class ChunkSearch:
 
 @cache
 def _moves(num_bounds: int) -> ChunkTable:
-    """Return what one or two of the inner bounds move by, up to a layer each. [moves, bounds]"""
+    """Return what one or two of the inner bounds move by, up to a layer each, behind no move. [moves, bounds]"""
     single = np.concatenate([sign * np.eye(num_bounds, dtype=np.int64)[1:-1] for sign in (-1, 1)])
-    return np.unique((single[:, None] + single).reshape(-1, num_bounds), axis=0)
+    moves = np.unique((single[:, None] + single).reshape(-1, num_bounds), axis=0)
+    return np.concatenate([0 * moves[:1], moves[moves.any(axis=1)]])
 
 
 @cache
