@@ -124,7 +124,7 @@ def chunk_searches(repeats: int) -> list[Row]:
     """Measure the search for schedules with several stages on each device."""
     return [
         Row(
-            what=f"all templates of 1 to 60 nodes x 1 device, {num_layers} different layers, {kind.value}, memory: {memory}",
+            what=f"all templates of 1 to 60 nodes, {num_layers} different layers, {kind.value}, memory: {memory}",
             measured=f"{median_s(several_stages(kind, num_layers, memory), repeats):.1f} s",
             target="5 s",
         )

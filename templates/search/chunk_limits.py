@@ -30,7 +30,6 @@ _SHORT = 100
 _STEPS = 1_000_000
 """Of loops, in which a limit is tried; takes about 5 ms. Of long models not every layer is tried as a chunk's first."""
 
-
 _FAR = np.unique(np.int64(2) ** np.arange(10) * np.array([[2], [3]]))
 """How far from the nearest layer others are tried, where memory is tight."""
 
@@ -243,33 +242,38 @@ class _Limited:
         """Return the same with a chunk and the next one cut anew; the cut itself where none with a lower limit is.
 
         To find that a limit is too low takes longest, and as long for each layer that is tried as the next chunk's
-        first. So of long models one is tried at a time: whether it helps at all is asked first, and of two chunks only
-        for cuts that memory holds.
+        first. So the limit is lowered with one of them, and then it is asked which other one helps at all. Of long
+        models with two chunks it is only asked for cuts that memory holds.
         """
-        cuts = self._cuts
+        cuts, begin = self._cuts, (chunk + 1) * self._cuts.num_rows
         is_tried = np.zeros(len(cuts.costs.work), dtype=np.bool_)
-        must_fit = of == MEMORY and cuts.num_chunks == 2 and not (cuts.is_short or cuts.leads_back)
-        while len(middles := self._middles(bounds, chunk, is_tried)):
-            together = middles if cuts.is_short else middles[:1]
-            if must_fit:
-                lacking, found = self._under(bounds, chunk, together, of, floor)
-                if not lacking:
-                    return found
-            else:
-                bounds = self._lowered_at(bounds, chunk, together, of, floor, slowly=bool(is_tried.any()))
-            is_tried[together] = True
-        return bounds
+        if of == MEMORY and cuts.num_chunks == 2 and not (cuts.is_short or cuts.leads_back):
+            lacking, found = self._under(bounds, chunk, self._middles(bounds, chunk, is_tried), of, floor)
+            return bounds if lacking else found
+        at = bounds[begin : begin + 1]
+        while True:
+            bounds = self._lowered_at(bounds, chunk, at, of, floor, slowly=bool(is_tried.any()))
+            is_tried[at] = True
+            high, middles = cuts.most(bounds, of, self._memory), self._middles(bounds, chunk, is_tried)
+            limit = max(floor, high - _least_fall(high))
+            if limit >= high or not len(middles):
+                return bounds
+            lacking, found = self._under(bounds, chunk, middles, of, limit)
+            if lacking:
+                return bounds
+            bounds, at = found, found[begin : begin + 1]
+            is_tried[middles[: np.flatnonzero(middles == at)[0]]] = True
 
     def _middles(self, bounds: ChunkTable, chunk: int, is_tried: Flags) -> Ints:
-        """Return the layers to try as the next chunk's first that were not, the nearest first; any where it is free."""
+        """Return the layers to try as the next chunk's first that were not, in order; none where it is free."""
         rows = self._cuts.num_rows
         first, middle, end = (int(bounds[(chunk + of) * rows]) for of in range(3))
         if self._cuts.leads_back:
-            return np.arange(1 - int(is_tried[0]))
+            return np.empty(0, dtype=np.int64)
         middles = np.arange(first + rows, end - rows + 1)
         middles = middles[np.argsort(np.abs(middles - middle), kind="stable")]
         nearest = middles[: max(3, _STEPS // (end - first) ** 2)]
-        if self._is_tight and is_tried.any():
+        if self._is_tight:
             nearest = np.concatenate([middles[np.isin(np.abs(middles - middle), _FAR)][::-1], nearest])
         return nearest[~is_tried[nearest]]
 
@@ -289,7 +293,7 @@ class _Limited:
         low, high = floor - 1, self._cuts.most(bounds, of, self._memory)
         # Of several pairs each is lowered again and again, so that times only fall, ever faster, until one is too low.
         falls = slowly or (of == TIME and self._cuts.num_chunks > 2 and not self._cuts.is_short)
-        fall = high // (2 * _CLOSE) + 1
+        fall = _least_fall(high)
         limit = max(floor, high - fall) if falls else floor
         while low < limit < high:
             lacking, found = self._under(bounds, chunk, middles, of, limit)
@@ -338,3 +342,8 @@ class _Limited:
             lacking = cut_pair(cuts.costs, room, first, end, middles, ends)
         found[cuts.stage_at[chunk : chunk + 2] + 1] = ends
         return lacking, found
+
+
+def _least_fall(limit: int) -> int:
+    """Return by how much less it is asked first whether a limit can be lowered."""
+    return limit // (2 * _CLOSE) + 1
