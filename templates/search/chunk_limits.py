@@ -126,9 +126,10 @@ class ChunkCuts:
             bounds = bounds.copy()
             second = int(np.flatnonzero(self.row_of == 0)[1])  # takes what the row's first stage does not
             bounds[1 : second + 1] -= bounds[1] - first_end
-        cut = _Limited(self, memory, first_end, is_tight=not self.fits(bounds, limit))
-        if limit is not None:
-            bounds = cut.lowered(bounds, MEMORY, limit)
+        is_tight = not self.fits(bounds, limit)
+        cut = _Limited(self, memory, first_end, is_tight=is_tight)
+        if is_tight:
+            bounds = cut.lowered(bounds, MEMORY, memory)
             if not self.fits(bounds, limit):
                 return bounds
         messages = self.costs.send.min(axis=1)[self.source].sum()
