@@ -171,9 +171,9 @@ def job_unit_costs(job: Job, drawn: DrawnSamples, announce: Callable[[str], None
 
 def load_kept(folder: Path, key: ProfileKey, kind: type[_Profile]) -> _Profile | None:
     """Return what was kept under a key; None for nothing, or (with a warning) for a file that cannot be read."""
-    path = key.file(folder)
+    path, of_kind = key.file(folder), _File[kind]
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File[kind])
+        file = msgspec.json.decode(path.read_bytes(), type=of_kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, msgspec.DecodeError) as error:
