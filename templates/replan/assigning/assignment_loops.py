@@ -45,6 +45,7 @@ class _Arcs(NamedTuple):
         heads: Where they end.
         costs: The price, and whether it leaves the group. [arcs, 2]
         num_pairs: How many lead from kind to kind.
+        num_of_kinds: How many lead between kinds, or nowhere.
         first_own: The first of those from type to type.
     """
 
@@ -52,6 +53,7 @@ class _Arcs(NamedTuple):
     heads: Ints
     costs: Ints
     num_pairs: int
+    num_of_kinds: int
     first_own: int
 
 
@@ -78,7 +80,9 @@ def cheapest(prices: Ints, place_kinds: Ints, node_kinds: Ints, place_groups: In
     supply[:first_kind] = np.diff(nodes.first)
     supply[first_place:-1] = -np.diff(places.first)
     supply[-1] = len(place_kinds) - len(node_kinds)
-    flow = flow_from(arcs.tails, arcs.heads, arcs.costs, supply, _first_basis(arcs, supply, nodes, places, first_place))
+    basis = _first_basis(arcs, supply, nodes, places, first_place)
+    _hang_kinds(arcs, supply, basis, first_kind, first_place)
+    flow = flow_from(arcs.tails, arcs.heads, arcs.costs, supply, basis)
     chosen = np.empty(len(place_kinds), dtype=np.int64)
     if not flow.is_whole:
         return chosen[:0]
@@ -225,6 +229,7 @@ def _arcs(prices: Ints, places: _Types, nodes: _Types) -> _Arcs:
     for kind in range(num_kinds):
         tails[number], heads[number] = first_kind + kind, nowhere
         number += 1
+    num_of_kinds = number
     for node in range(len(nodes.kind)):
         tails[number], heads[number] = node, first_kind + nodes.kind[node]
         number += 1
@@ -239,7 +244,7 @@ def _arcs(prices: Ints, places: _Types, nodes: _Types) -> _Arcs:
                 if price >= 0:
                     tails[number], heads[number], costs[number, 0] = node, first_place + place, price
                     number += 1
-    return _Arcs(tails[:number], heads[:number], costs[:number], num_pairs, first_own)
+    return _Arcs(tails[:number], heads[:number], costs[:number], num_pairs, num_of_kinds, first_own)
 
 
 @compiled
@@ -262,6 +267,25 @@ def _first_basis(arcs: _Arcs, supply: Ints, nodes: _Types, places: _Types, first
             taken[place - first_place] = True
             basis[node if supply[node] < -supply[place] else place] = best
     return basis
+
+
+@compiled
+def _hang_kinds(arcs: _Arcs, supply: Ints, basis: Ints, first_kind: int, first_place: int) -> None:
+    """Put the cheapest flow from kind to kind, of what does not stay in its group, into the first basis.
+
+    Little is left to do then: whenever it shows later what a kind is worth, its many types are to be hung anew.
+    """
+    left, nowhere, num_kinds = supply.copy(), len(supply) - 1, first_place - first_kind
+    for of_group in (True, False):  # pairs first: what one of them leaves over goes to its kind
+        for node in range(nowhere):
+            arc = basis[node]
+            if arc != _NONE and (arc >= arcs.first_own) == of_group:
+                left[arcs.heads[arc] if arcs.tails[arc] == node else arcs.tails[arc]] += left[node]
+    tails, heads = arcs.tails[: arcs.num_of_kinds] - first_kind, arcs.heads[: arcs.num_of_kinds] - first_kind
+    of_kinds = np.append(left[first_kind:first_place], left[nowhere])
+    no_basis = np.full(num_kinds + 1, _NONE)
+    flow = flow_from(tails, np.minimum(heads, num_kinds), arcs.costs[: arcs.num_of_kinds], of_kinds, no_basis)
+    basis[first_kind:first_place], basis[nowhere] = flow.basis[:-1], flow.basis[-1]
 
 
 @compiled

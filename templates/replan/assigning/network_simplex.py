@@ -53,11 +53,13 @@ class NetworkFlow(NamedTuple):
         is_whole: Whether all is sent; if not, as much as can be.
         prices: Of a unit at each node: what could not be sent counts in the first column, and the parts of costs in the
             others. No arc leads to a node whose prices are higher than those where it begins with its costs. [nodes, 3]
+        basis: The last one, as :func:`cheapest_flow` takes it. [nodes]
     """
 
     sent: Ints
     is_whole: bool
     prices: Ints
+    basis: Ints
 
 
 def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints, basis: Ints | None = None) -> NetworkFlow:
@@ -85,7 +87,8 @@ def flow_from(tails: Ints, heads: Ints, costs: Ints, supply: Ints, basis: Ints) 
     tree = _Tree(links[0], links[1], points_up, links[2], links[3], links[4], links[5], potential)
     _plant(tails, heads, costs, supply, basis, flow, tree)
     _solve(tails, heads, costs, flow, tree)
-    return NetworkFlow(flow[:num_arcs], not flow[num_arcs:].any(), potential[:-1])
+    basis = np.where(tree.arc[:-1] < num_arcs, tree.arc[:-1], _NONE)
+    return NetworkFlow(flow[:num_arcs], not flow[num_arcs:].any(), potential[:-1], basis)
 
 
 @compiled
