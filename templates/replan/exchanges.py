@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.common.compiled import compiled
 
@@ -66,6 +68,36 @@ def to_save(of: PlaceExchanges) -> tuple[int, int]:
             if price < cheapest and _more_lacking(of, one, other) <= 0:
                 cheapest, first, second = price, one, other
     return first, second
+
+
+@compiled
+def sufficing(needs: Flags, kinds: Ints, domains: Ints, wanted: int) -> Ints:
+    """Return the first places that bring each state into enough domains, or into all that it can be in.
+
+    Args:
+        needs: Which states places of each kind need. [kinds of places, states]
+        kinds: The kind of each place.
+        domains: The domain of the node in it.
+        wanted: How many domains should hold each state.
+    """
+    num_states = needs.shape[1]
+    held = np.zeros((domains.max() + 1, num_states), dtype=np.bool_)
+    held_in = np.zeros(num_states, dtype=np.int64)
+    found, number = np.empty(len(kinds), dtype=np.int64), 0
+    for place in range(len(kinds)):
+        kind, domain, suffices = kinds[place], domains[place], True
+        for state in range(num_states):
+            if needs[kind, state] and held_in[state] < wanted and not held[domain, state]:
+                suffices = False
+                break
+        if suffices:
+            continue
+        for state in range(num_states):
+            if needs[kind, state] and not held[domain, state]:
+                held[domain, state] = True
+                held_in[state] += 1
+        found[number], number = place, number + 1
+    return found[:number]
 
 
 @compiled

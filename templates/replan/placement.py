@@ -320,7 +320,8 @@ class Placer:
     def _prices(self, parts: Ints) -> Ints:
         """Return what nodes of each kind must receive (:meth:`StateResidency.prices`). [parts, kinds of nodes]"""
         if self._cells != self._holdings.cells:
-            self._known_prices, self._cells = self._known_prices[:0], self._holdings.cells
+            self._known_prices = self._known_prices * (self._holdings.cells // self._cells)
+            self._cells = self._holdings.cells
         known = len(self._known_prices)
         if known < self._holdings.num_parts:
             more = self._holdings.prices(np.arange(known, self._holdings.num_parts), self._has)

@@ -160,24 +160,12 @@ class _Search:
 
     def _kept(self, chosen: Ints) -> Ints:
         """Return places whose domains suffice for all states, or are all there are; those first that cost least."""
+        from resilient.templates.replan.exchanges import sufficing
+
         different = self._different(chosen)
         different = different[np.argsort(self._paid(chosen)[different], kind="stable")]
-        needs, domains = self._needs[self._places[different]], self._domains[chosen[different]]
-        held = np.zeros((int(self._domains.max()) + 1, needs.shape[1]), dtype=np.bool_)
-        held_in = np.zeros(needs.shape[1], dtype=np.int64)
-        kept: list[int] = []
-        whole: set[int] = set()  # domains that hold all states
-        for place, need, domain in zip(different.tolist(), needs, domains.tolist(), strict=True):
-            if domain in whole:
-                continue
-            more = need & ~held[domain]
-            if (more & (held_in < self._wanted)).any():
-                held[domain] |= need
-                held_in += more
-                kept.append(place)
-                if held[domain].all():
-                    whole.add(domain)
-        return np.array(kept, dtype=np.int64)
+        domains = self._domains[chosen[different]]
+        return different[sufficing(self._needs, self._places[different], domains, self._wanted)]
 
     def _exchange_to_save(self, chosen: Ints) -> bool:
         """Make the exchange that saves most without adding to what is lacking; return whether there was one."""
