@@ -46,12 +46,13 @@ class SlowLines(NamedTuple):
     table: LineTable
     sizes: Ints
 
-    def by_kind(self) -> list[tuple[Factors, int, int]]:
-        """Return the slow nodes of each kind of lines, its size, and how many there are, in their order."""
-        groups, most = self.pipelines.groups, int(self.sizes.max(initial=0)) + 1
-        kinds, counts = np.unique(self.pipelines.group * most + self.sizes, return_counts=True)
-        each = zip(kinds.tolist(), counts.tolist(), strict=True)
-        return [(groups[kind // most], kind % most, count) for kind, count in each]
+    def by_kind(self) -> tuple[Ints, Ints, Ints]:
+        """Return the number of each kind's group of slow nodes, its size, and how many lines there are, in order."""
+        group, sizes = self.pipelines.group, self.sizes
+        differs = np.ones(len(group), dtype=np.bool_)
+        differs[1:] = (group[1:] != group[:-1]) | (sizes[1:] != sizes[:-1])
+        first = np.flatnonzero(differs)
+        return group[first], sizes[first], np.diff(np.append(first, len(group)))
 
 
 class _Pipelines(NamedTuple):
@@ -220,31 +221,29 @@ def _chain_times(
         its_own_ms: Likewise.
         slowest_first: Likewise.
     """
-    times = np.empty((len(groups), len(layout), 2))
+    times, num_slow = np.empty((len(groups), len(layout), 2)), places.shape[1]
     for index in range(len(layout)):
-        begin, slow = first[layout[index]], places[index]
+        begin, end = first[layout[index]], first[layout[index] + 1]
         slowest = its_own = 0.0
-        for rank in range(len(slow) + 1):
-            if begin + rank == first[layout[index] + 1]:
-                break
+        for rank in range(min(num_slow + 1, end - begin)):
             node = slowest_first[begin + rank]
             is_slow = False
-            for place in slow:
-                is_slow = is_slow or place == node
+            for number in range(num_slow):
+                is_slow = is_slow or places[index, number] == node
             if not is_slow:
                 slowest, its_own = busy_ms[begin + node], its_own_ms[begin + node]
                 break
         for group in range(len(groups)):
             total, most, of_most = total_ms[layout[index]], slowest, its_own
-            for number in range(len(slow)):
-                node, factor = begin + slow[number], groups[group, number]
+            for number in range(num_slow):
+                node, factor = begin + places[index, number], groups[group, number]
                 total += (factor - 1.0) * filling_ms[node]
                 busy, filling = busy_ms[node] * factor, its_own_ms[node] * factor
                 if busy > most:
                     most, of_most = busy, filling
                 elif busy == most:
                     of_most = max(of_most, filling)
-            times[group, index] = total - of_most, most
+            times[group, index, 0], times[group, index, 1] = total - of_most, most
     return times
 
 
@@ -265,8 +264,10 @@ def _get_through_most(fill: Ints, slowest: Ints, of_kind: Ints, low_ns: int, hig
     while first < len(fill):
         end, rounds, most = first, 1, 0
         while end < len(fill) and of_kind[end] == of_kind[first]:
-            rounds = max(rounds, (low_ns - fill[end]) // slowest[end])
-            most = max(most, (high_ns - fill[end]) // slowest[end])
+            if fill[end] + (rounds + 1) * slowest[end] <= low_ns:  # dividing takes longer
+                rounds = (low_ns - fill[end]) // slowest[end]
+            if fill[end] + (most + 1) * slowest[end] <= high_ns:
+                most = (high_ns - fill[end]) // slowest[end]
             end += 1
         while rounds <= most:
             best = first

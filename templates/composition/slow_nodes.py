@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, pairwise, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -138,20 +138,28 @@ class _Table:
         self._last_row = num_microbatches if self._counts_all else min_pipelines
         self._groups = SlowGroups.of(templates, num_fast, slow, self._last_row + 1)
         self._width = self._groups.num_columns(num_fast)
-        fast = [templates.of(size) for size in self._fast_sizes]
+        first_size = self._smallest - templates.sizes[0]
+        fast = list(map(len, templates.layouts[first_size : first_size + len(self._fast_sizes)]))
         self._slow_lines = list(_slow_lines(templates, self._groups, within))
-        self._kinds: list[tuple[Factors, int]] = [((), size) for size in self._fast_sizes]
-        num_lines = list(map(len, fast))
+        others, num_lines = [np.array(self._fast_sizes, dtype=np.int64)], [np.array([0, *fast])]
+        # The kinds with each group of slow nodes, which stand together.
+        self._of_group: dict[Factors, range] = {}
+        num_kinds = len(fast)
         for each in self._slow_lines:
-            for group, size, count in each.by_kind():
-                self._kinds.append((group, size))
-                num_lines.append(count)
+            groups, sizes, counts = each.by_kind()
+            firsts = num_kinds + np.searchsorted(groups, np.arange(len(each.pipelines.groups) + 1))
+            self._of_group.update(zip(each.pipelines.groups, starmap(range, pairwise(firsts.tolist())), strict=True))
+            others.append(sizes - each.pipelines.places.shape[1])
+            num_lines.append(counts)
+            num_kinds += len(groups)
+        # How many nodes that are not slow pipelines of each kind have.
+        self._others = np.concatenate(others)
         # Where the lines of each kind begin, and the last ones end.
-        self._firsts = np.cumsum([0, *num_lines])
+        self._firsts = np.concatenate(num_lines).cumsum()
         tables = [each.table for each in self._slow_lines]
         if fast:
-            first = sum(map(len, templates.layouts[: self._smallest - templates.sizes[0]]))
-            tables.insert(0, lines_of_layouts(templates).rows(range(first, first + sum(num_lines[: len(fast)]))))
+            first = sum(map(len, templates.layouts[:first_size]))
+            tables.insert(0, lines_of_layouts(templates).rows(range(first, first + sum(fast))))
         self._lines = LineTable(*map(np.concatenate, zip(*tables, strict=True)))
 
     def best(self) -> MixedComposition | None:
@@ -186,19 +194,6 @@ class _Table:
         """Return what pipelines of each kind get through, and from when until when they get through no more."""
         fill, slowest, round_size = (column[:, 0] for column in self._lines)
         return compiled(_get_through)(fill, slowest, round_size, self._firsts, tau_ns, self._num_microbatches)
-
-    @cached_property
-    def _of_group(self) -> dict[Factors, range]:
-        """The kinds with each group of slow nodes, which stand together."""
-        found: dict[Factors, range] = {}
-        for index, (group, _) in enumerate(self._kinds):
-            found[group] = range(found[group].start if group in found else index, index + 1)
-        return found
-
-    @cached_property
-    def _others(self) -> Ints:
-        """How many nodes that are not slow pipelines of each kind have."""
-        return np.array([size - len(group) for group, size in self._kinds], dtype=np.int64)
 
     def _fast(self, by_kind: Ints) -> Ints:
         """Return what pipelines without slow nodes get through, of exactly so many nodes. [pipelines, nodes]"""
