@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.errors import ArgumentError
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.schedules.graph import CHAIN
 from resilient.templates.template import PipelineTemplate, TemplateSet
@@ -195,6 +195,35 @@ def latest_ns(table: LineTable, rows: Ints, num_microbatches: int) -> int:
     from resilient.templates.composition.split_time import latest_finish
 
     return latest_finish(*table, rows, num_microbatches)
+
+
+def latest_with_slow_ns(
+    table: LineTable, rows: Ints, num_microbatches: int, slow_rows: Ints, idlest: Ints, factors: Floats
+) -> int:
+    """Return a time before which the last pipeline is not done, where some of them have slow nodes.
+
+    Args:
+        table: The lines; of pipelines that may have slow nodes those of :func:`least_line`.
+        rows: As of :func:`split_rows`.
+        num_microbatches: Likewise.
+        slow_rows: The different rows of pipelines that may have slow nodes.
+        idlest: What the idlest node of each of these takes for a round (:func:`idlest_ns`).
+        factors: How slow the slowest node of a pipeline is at least, for as many of them as have slow nodes.
+    """
+    from resilient.templates.composition.split_time import latest_finish_with_slow
+
+    return latest_finish_with_slow(*table, rows, num_microbatches, slow_rows, idlest, factors)
+
+
+def idlest_ns(template: PipelineTemplate) -> int:
+    """Return what the node takes for a round whose longest row is the shortest; where it is slow, a round takes more.
+
+    That is by as much as it is slow; not more than what is rounded.
+    """
+    node, busy, _ = template.row_times
+    longest = np.zeros(template.num_nodes)
+    np.maximum.at(longest, node, busy)
+    return int(longest.min() * 1e6) - 1
 
 
 @lru_cache(maxsize=16)

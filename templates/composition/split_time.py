@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 
 _NEVER = 1 << 62
@@ -65,6 +65,76 @@ def latest_finish(fill: Ints, slowest: Ints, round_size: Ints, rows: Ints, num_m
     for kind in kinds:
         latest = max(latest, (fill[kind] + slowest[kind]).min())
     return latest
+
+
+@compiled
+def latest_finish_with_slow(
+    fill: Ints,
+    slowest: Ints,
+    round_size: Ints,
+    rows: Ints,
+    num_microbatches: int,
+    slow_rows: Ints,
+    idlest: Ints,
+    factors: Floats,
+) -> int:
+    """Return a time before which the last pipeline is not done, where it is not known which of them have slow nodes.
+
+    By any time, pipelines with slow nodes get through as much less, at least, as those do that lose least by it.
+
+    Args:
+        fill: As of :func:`split`, as are the next four. Those that slow nodes may be in have the first line only.
+        slowest: Likewise.
+        round_size: Likewise.
+        rows: Likewise.
+        num_microbatches: Likewise.
+        slow_rows: The rows of pipelines that slow nodes may be in.
+        idlest: What the idlest node of each of these takes for a round.
+        factors: For each pipeline that has slow nodes, by how much its slowest one takes longer, at least.
+    """
+    num_each = _num_each(rows, len(fill))
+    low = high = latest_finish(fill, slowest, round_size, rows, num_microbatches)
+    step = low // 64 + 1
+    while _done_with_slow(fill, slowest, round_size, num_each, slow_rows, idlest, factors, high) < num_microbatches:
+        low, high, step = high + 1, high + step, 2 * step
+    while low < high:
+        middle = (low + high) // 2
+        done = _done_with_slow(fill, slowest, round_size, num_each, slow_rows, idlest, factors, middle)
+        if done < num_microbatches:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def _done_with_slow(
+    fill: Ints,
+    slowest: Ints,
+    round_size: Ints,
+    num_each: Ints,
+    slow_rows: Ints,
+    idlest: Ints,
+    factors: Floats,
+    tau_ns: int,
+) -> int:
+    """Return what is done by a time at most, of pipelines of which some have slow nodes: at least one by each."""
+    done = 0
+    for row in range(len(num_each)):
+        if num_each[row] > 0:
+            most = 1
+            for line in range(fill.shape[1]):
+                most = max(most, (tau_ns - fill[row, line]) // slowest[row, line] * round_size[row, line])
+            done += num_each[row] * most
+    for factor in factors:
+        least_lost = _NEVER
+        for index in range(len(slow_rows)):
+            row = slow_rows[index]
+            left, slow = tau_ns - fill[row, 0], max(slowest[row, 0], int(idlest[index] * factor))
+            most = max(1, left // slowest[row, 0] * round_size[row, 0])
+            least_lost = min(least_lost, most - max(1, left // slow * round_size[row, 0]))
+        done -= least_lost
+    return done
 
 
 @compiled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from resilient.templates.common.arrays import Ints, ranges
 from resilient.templates.composition.batch_split import (
     LineTable,
+    idlest_ns,
     least_line,
     least_lines_of_sizes,
     lines,
@@ -90,6 +91,12 @@ class LayoutChoices:
             self._with_least[alone] = (both.with_lines(more) if more else both), len(table.fill)
         return self._with_least[alone]
 
+    @cached_property
+    def idlest_ns(self) -> Ints:
+        """What the idlest node of each layout takes for a round (:func:`.batch_split.idlest_ns`). [layouts]"""
+        more = [idlest_ns(layout) for layout in self.layouts[self._num_of_set :]]
+        return np.append(idlest_of_layouts(self._templates), np.array(more, dtype=np.int64))
+
     def fastest(self, choices: Ints, counts: Ints, *, alone: bool) -> Ints:
         """Return the layout of each pipeline that is done first.
 
@@ -102,6 +109,12 @@ class LayoutChoices:
         from resilient.templates.composition.split_time import first_done
 
         return self._firsts[choices] + first_done(*self.lines(alone=alone), choices, counts)
+
+
+@lru_cache(maxsize=16)
+def idlest_of_layouts(templates: TemplateSet) -> Ints:
+    """Return :func:`idlest_ns` of all layouts, size by size. [layouts]"""
+    return np.array([idlest_ns(layout) for layout in chain.from_iterable(templates.layouts)], dtype=np.int64)
 
 
 @lru_cache(maxsize=32)

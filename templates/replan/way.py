@@ -14,7 +14,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from resilient.templates.common.arrays import Ints
-from resilient.templates.composition.batch_split import Line, LineTable, latest_ns, least_finish_ns
+from resilient.templates.composition.batch_split import (
+    Line,
+    LineTable,
+    latest_ns,
+    latest_with_slow_ns,
+    least_finish_ns,
+)
 from resilient.templates.plan import Plan
 from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Targets
@@ -112,8 +118,8 @@ class Way:
 class StepBounds:
     """Bounds of the step of pipelines whose nodes are not in their places.
 
-    Pipelines that stay as they are keep their slow nodes. Of the others one has a node that is as slow as the slowest
-    that must be in use; beside that, slow nodes of which it is not known where they are make no pipeline slower.
+    Pipelines that stay as they are keep their slow nodes. All others that must be in use are in the other pipelines: in
+    as few of these, and in such, that least is lost.
 
     Args:
         layouts: The choices among layouts, and the plan's.
@@ -168,8 +174,12 @@ class StepBounds:
         are_known = slow >= 0
         rows[slow[are_known]] = first_slow + np.flatnonzero(are_known)
         settled = set[int]().union(*(self._slow_pipelines[index] for index in self._slow_indices[are_known].tolist()))
-        least_ns = latest_ns(table, rows, self._num_microbatches)
-        return self._with_others_ns(least_ns, targets, known, settled, without) / 1e6
+        left_out = self._num_live - len(without) - int(self._layouts.num_nodes[numbers].sum())
+        slow = [node for node in self._slowest_first if node not in without and node not in settled][left_out:]
+        others = np.delete(numbers, known)
+        if not slow or not len(others):
+            return latest_ns(table, rows, self._num_microbatches) / 1e6
+        return self._with_slow_ns(table, rows, others, first_least, [self._slowdowns[node] for node in slow]) / 1e6
 
     def _all_lines(self, alone: bool) -> tuple[LineTable, int, int]:
         """Return the lines of all choices, then the least ones of layouts, then those of the pipelines with slow nodes.
@@ -183,31 +193,31 @@ class StepBounds:
         lines = [self._slowed(layout, each, alone) for layout, each in zip(layouts, factors, strict=True)]
         return (table.with_lines(lines) if lines else table), first_least, len(table.fill)
 
-    def _with_others_ns(
-        self, least_ns: int, targets: Targets, known: Ints, settled: Collection[int], without: Collection[int]
+    def _with_slow_ns(
+        self, table: LineTable, rows: Ints, others: Ints, first_least: int, factors: Sequence[float]
     ) -> int:
-        """Return how long a step takes, where pipelines that are not known to stay need slow nodes.
+        """Return how long a step takes at least, where pipelines that are not known to stay have slow nodes.
+
+        These are in few pipelines at best: the slowest ones in the largest, and so on.
 
         Args:
-            least_ns: How long it takes at least without these.
-            targets: All pipelines.
-            known: Those that are.
-            settled: Their nodes, the slow ones at least.
-            without: Nodes that take no place.
+            table: The lines.
+            rows: Of all pipelines.
+            others: The layouts of those that are not known to stay.
+            first_least: Where the least lines of layouts begin.
+            factors: Of the nodes that must be in them, descending.
         """
-        left_out = self._num_live - len(without) - int(self._layouts.num_nodes[targets.numbers].sum())
-        slow = [node for node in self._slowest_first if node not in without and node not in settled]
-        if left_out >= len(slow):
-            return least_ns
-        are_others = np.ones(len(targets.numbers), dtype=np.bool_)
-        are_others[known] = False
-        factor, alone = self._slowdowns[slow[left_out]], len(targets.numbers) == 1
-        least_of_others_ns = _NEVER
-        for layout in targets.numbers[are_others].tolist():
-            least_of_others_ns = min(least_of_others_ns, self._least_finish_ns(layout, factor, alone))
-            if least_of_others_ns <= least_ns:  # soon, as a rule
+        ends = np.sort(self._layouts.num_nodes[others])[::-1].cumsum()
+        firsts = np.append(0, ends[ends < len(factors)])
+        layouts, slowest_of_each = np.unique(others), np.array(factors)[firsts]
+        rows_of, idlest = first_least + layouts, self._layouts.idlest_ns[layouts]
+        least_ns = latest_with_slow_ns(table, rows, self._num_microbatches, rows_of, idlest, slowest_of_each)
+        slow_ns = _NEVER
+        for layout in layouts.tolist():
+            slow_ns = min(slow_ns, self._least_finish_ns(layout, factors[0], len(rows) == 1))
+            if slow_ns <= least_ns:  # soon, as a rule
                 return least_ns
-        return least_of_others_ns if are_others.any() else least_ns
+        return slow_ns
 
 
 def fastest_ms(ways: Iterable[Way]) -> float:
