@@ -314,7 +314,8 @@ class Situation:
             least_step_ms = self._bounds.least_ms(targets, np.full(len(self._plan.pipelines), NEW), ())
         else:
             stays = self._stays(targets, change.without, keeps_whole=keeps_whole)
-            least_step_ms = self._bounds.least_ms(targets, stays, change.without)
+            slow = change.wanted.slow
+            least_step_ms = self._bounds.least_ms(targets, stays, change.without, slow, pinned.values())
 
         def copies(bound: Callable[[], tuple[int, int]]) -> tuple[float, int]:
             busiest, copied = bound()

@@ -20,7 +20,9 @@ from resilient.templates.composition.batch_split import (
     latest_ns,
     latest_with_slow_ns,
     least_finish_ns,
+    least_line,
 )
+from resilient.templates.composition.slow_lines import SlowPipeline
 from resilient.templates.plan import Plan
 from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Targets
@@ -156,7 +158,14 @@ class StepBounds:
             lambda layout, factor, alone: least_finish_ns(layouts.layouts[layout], factor, alone=alone)
         )
 
-    def least_ms(self, targets: Targets, stays: Ints, without: Collection[int]) -> float:
+    def least_ms(
+        self,
+        targets: Targets,
+        stays: Ints,
+        without: Collection[int],
+        slow: Sequence[SlowPipeline] = (),
+        pinned: Collection[int] = (),
+    ) -> float:
         """Return how long a step takes at least.
 
         Args:
@@ -164,22 +173,34 @@ class StepBounds:
             stays: Of each pipeline of the plan before the target that it is, with the same nodes in the same places,
                 negative where it is not known to be one.
             without: Nodes that take no place.
+            slow: The first targets, where some of their places are meant for slow nodes.
+            pinned: These nodes. In other places of these targets others may be slow, too.
         """
-        numbers = targets.numbers
-        table, first_least, first_slow = self._lines(len(numbers) == 1)
+        numbers, alone = targets.numbers, len(targets.numbers) == 1
+        table, first_least, first_slow = self._lines(alone)
         rows = first_least + numbers
         known = stays[stays >= 0]
         rows[known] = self._layouts.single(numbers[known])
-        slow = stays[self._slow_indices]
-        are_known = slow >= 0
-        rows[slow[are_known]] = first_slow + np.flatnonzero(are_known)
+        of_slow = stays[self._slow_indices]
+        are_known = of_slow >= 0
+        rows[of_slow[are_known]] = first_slow + np.flatnonzero(are_known)
         settled = set[int]().union(*(self._slow_pipelines[index] for index in self._slow_indices[are_known].tolist()))
-        left_out = self._num_live - len(without) - int(self._layouts.num_nodes[numbers].sum())
-        slow = [node for node in self._slowest_first if node not in without and node not in settled][left_out:]
-        others = np.delete(numbers, known)
-        if not slow or not len(others):
+        hidden = self._num_live - len(without) - int(self._layouts.num_nodes[numbers].sum())
+        if slow:
+            rows[: len(slow)] = len(table.fill) + np.arange(len(slow))
+            table = table.with_lines([self._least_slowed(each, alone) for each in slow])
+            settled = settled.union(pinned)
+            hidden += int(self._layouts.num_nodes[numbers[: len(slow)]].sum()) - len(pinned)
+        left = [node for node in self._slowest_first if node not in without and node not in settled][hidden:]
+        others = np.delete(numbers, np.append(known, np.arange(len(slow))))
+        if not left or not len(others):
             return latest_ns(table, rows, self._num_microbatches) / 1e6
-        return self._with_slow_ns(table, rows, others, first_least, [self._slowdowns[node] for node in slow]) / 1e6
+        return self._with_slow_ns(table, rows, others, first_least, [self._slowdowns[node] for node in left]) / 1e6
+
+    def _least_slowed(self, pipeline: SlowPipeline, alone: bool) -> Line:
+        """Return a line that no other one of a pipeline is below, whichever more of its nodes are slow."""
+        least = least_line(self._layouts.layouts[pipeline.layout], alone=alone)
+        return least._replace(slowest_ns=self._slowed(*pipeline, alone).slowest_ns)
 
     def _all_lines(self, alone: bool) -> tuple[LineTable, int, int]:
         """Return the lines of all choices, then the least ones of layouts, then those of the pipelines with slow nodes.

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from resilient.templates.composition.batch_split import (
     Lines,
     check_batch,
     finish_ns,
+    idlest_ns,
     latest_ns,
+    latest_with_slow_ns,
     least_finish_ns,
     least_line,
     line_table,
@@ -23,6 +26,7 @@ from resilient.templates.composition.batch_split import (
     split_microbatches,
 )
 from resilient.templates.composition.split_time import first_done
+from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import step_ns, template
 
 
@@ -65,6 +69,41 @@ def test_a_round_takes_no_less_than_a_node_so_slow_makes_it(
     more = data.draw(st.lists(st.floats(1.0, 3.0), min_size=layout.num_nodes, max_size=layout.num_nodes))
     more[data.draw(st.integers(0, layout.num_nodes - 1))] *= factor
     assert least_finish_ns(layout, factor, alone=alone) <= slowed_line(layout, more, alone=alone).finish_ns(1)
+
+
+def latest_at_least(layouts: Sequence[PipelineTemplate], factors: Sequence[float], num_microbatches: int) -> int:
+    """Return the bound where any of some pipelines, as many as there are factors, may have a node so slow."""
+    table = line_table([(least_line(each),) for each in layouts])
+    rows, idlest = np.arange(len(layouts)), np.array([idlest_ns(each) for each in layouts])
+    return latest_with_slow_ns(table, rows, num_microbatches, rows, idlest, np.array(factors))
+
+
+def test_slow_nodes_cost_what_others_must_do_instead() -> None:
+    """Three do 30 in 10 ms, or two of them 24 in 12 ms while one that is half as fast does 6; with two such, 16."""
+    three = [template(1.0)] * 3
+    least = [latest_at_least(three, [2.0] * number, 30) / 1e6 for number in range(4)]
+    assert least == pytest.approx([10, 12, 16, 20], abs=1e-4)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_with_slow_nodes_no_split_is_done_earlier_than_it_is_said(data: st.DataObject) -> None:
+    times_ms = st.lists(st.floats(1.0, 9.0), min_size=1, max_size=3)
+    kinds = [template(*each, sync_ms=2.0) for each in data.draw(st.lists(times_ms, min_size=1, max_size=2))]
+    layouts = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
+    factors = data.draw(st.lists(st.floats(1.0, 5.0), max_size=min(2, len(layouts))))
+    num_microbatches = data.draw(st.integers(len(layouts), 30))
+    done: list[int] = []
+    for slow in permutations(range(len(layouts)), len(factors)):
+        factor_of = dict(zip(slow, factors, strict=True))
+        for places in product(*(range(layouts[index].num_nodes) for index in slow)):
+            of = [[1.0] * layout.num_nodes for layout in layouts]
+            for index, place in zip(slow, places, strict=True):
+                of[index][place] = factor_of[index]
+            lines_of = [(slowed_line(*each),) for each in zip(layouts, of, strict=True)]
+            counts = split_microbatches(lines_of, num_microbatches)
+            done.append(max(finish_ns(*each) for each in zip(lines_of, counts, strict=True)))
+    assert latest_at_least(layouts, factors, num_microbatches) <= min(done)
 
 
 def splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
