@@ -22,7 +22,12 @@ import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.composition.batch_split import least_lines_of_sizes
+from resilient.templates.composition.batch_split import (
+    Line,
+    latest_with_slow_ns,
+    least_lines_of_sizes,
+    line_table,
+)
 from resilient.templates.composition.compose import Compositions, compositions
 from resilient.templates.composition.slow_nodes import compose_with_slow, prepare_places
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -91,6 +96,7 @@ def _load(problem: PlanningProblem, num_nodes: int) -> None:
     AmountBounds().least(one[None], one, one)
     make_viable(first, one, 1, 1, 1, 1, False)
     use_spare(first, one, 1, 1, 1, 1, 1, False)
+    latest_with_slow_ns(line_table([(Line(0, 1),)]), first, 1, first, one, np.ones(1))
 
 
 def warm_up() -> None:
