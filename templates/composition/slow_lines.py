@@ -95,6 +95,7 @@ class Arrangements:
         self._layout = np.repeat(np.arange(len(layouts)), [len(each) for each in places])
         self._places = np.concatenate(places)
         self._sizes = np.array([layout.num_nodes for layout in layouts])
+        self._sizes_of_all = self._sizes[self._layout]
         self._round_sizes = np.array([layout.round_size for layout in layouts])
         differs = (np.diff(self._sizes) != 0) | (np.diff(self._round_sizes) != 0)
         self._kind = np.concatenate(([0], differs.cumsum()))[self._layout]
@@ -113,12 +114,10 @@ class Arrangements:
                 lines are returned that get through most at one of them.
             alone: Whether a pipeline is the only one of a plan.
         """
-        first, end = np.searchsorted(self._sizes[self._layout], (sizes.start, sizes.stop)).tolist()
+        first, end = np.searchsorted(self._sizes_of_all, (sizes.start, sizes.stop)).tolist()
         looked_at = slice(first, end)
-        fill, slowest = np.rint(self._times_ms(groups, looked_at, alone=alone) * 1e6).astype(np.int64).T
-        slowest = np.maximum(slowest, 1)
-        of_kind = (np.arange(len(groups))[:, None] * len(self._layouts) + self._kind[looked_at]).ravel()
-        kept: Ints = compiled(_get_through_most)(fill, slowest, of_kind, *within)
+        fill, slowest = self._times_ns(groups, looked_at, alone=alone)
+        kept: Ints = compiled(_get_through_most)(fill, slowest, self._kind[looked_at], *within)
         group, index = np.divmod(kept, max(1, end - first))
         layout = self._layout[looked_at][index]
         columns = fill[kept], slowest[kept], self._round_sizes[layout]
@@ -128,20 +127,23 @@ class Arrangements:
             self._sizes[layout],
         )
 
-    def _times_ms(self, groups: Sequence[Factors], looked_at: slice, *, alone: bool) -> Floats:
-        """Return :meth:`PipelineTemplate.line_ms` of arrangements of each group; chains all at once. [lines, 2]"""
+    def _times_ns(self, groups: Sequence[Factors], looked_at: slice, *, alone: bool) -> Ints:
+        """Return lines (:meth:`PipelineTemplate.line_ms`) of arrangements of each group; chains all at once. [2, lines]
+
+        A round counts for 1 ns at least.
+        """
         layout, places = self._layout[looked_at], self._places[looked_at]
-        if not self._are_chains:
-            every = [
-                _Pipelines(self._layouts, groups, np.full(len(layout), group), layout, places).pipeline(index)
-                for group in range(len(groups))
-                for index in range(len(layout))
-            ]
-            times = [self._layouts[layout].line_ms(factors, alone=alone) for layout, factors in every]
-            return np.array(times).reshape(-1, 2)
-        times: Floats = compiled(_chain_times)(layout, places, np.array(groups), *self._nodes)
-        times[:, :, 0] = times[:, :, 0] / self._num_chunks[looked_at] + self._sync_ms[int(alone), looked_at]
-        return times.reshape(-1, 2)
+        if self._are_chains:
+            more = self._num_chunks[looked_at], self._sync_ms[int(alone), looked_at]
+            return compiled(_chain_times)(layout, places, np.array(groups), *self._nodes, *more)
+        every = [
+            _Pipelines(self._layouts, groups, np.full(len(layout), group), layout, places).pipeline(index)
+            for group in range(len(groups))
+            for index in range(len(layout))
+        ]
+        times = [self._layouts[layout].line_ms(factors, alone=alone) for layout, factors in every]
+        fill, slowest = np.rint(np.array(times).reshape(-1, 2).T * 1e6).astype(np.int64)
+        return np.array((fill, np.maximum(slowest, 1)))
 
 
 def _places(layout: PipelineTemplate, number: int) -> Ints:
@@ -207,8 +209,10 @@ def _chain_times(
     busy_ms: Floats,
     its_own_ms: Floats,
     slowest_first: Ints,
-) -> Floats:
-    """Return of each group and arrangement what all rows but the slowest fill, and what it takes. [.., .., 2]
+    num_chunks: Ints,
+    sync_ms: Floats,
+) -> Ints:
+    """Return of each group and arrangement the time beside its rounds, and of one round, in ns. [2, groups x layouts]
 
     Args:
         layout: Of each arrangement.
@@ -220,8 +224,10 @@ def _chain_times(
         busy_ms: Likewise.
         its_own_ms: Likewise.
         slowest_first: Likewise.
+        num_chunks: Of the layout of each arrangement.
+        sync_ms: What it takes to sum the gradients of each.
     """
-    times, num_slow = np.empty((len(groups), len(layout), 2)), places.shape[1]
+    times, num_slow = np.empty((2, len(groups) * len(layout)), dtype=np.int64), places.shape[1]
     for index in range(len(layout)):
         begin, end = first[layout[index]], first[layout[index] + 1]
         slowest = its_own = 0.0
@@ -243,27 +249,30 @@ def _chain_times(
                     most, of_most = busy, filling
                 elif busy == most:
                     of_most = max(of_most, filling)
-            times[group, index, 0], times[group, index, 1] = total - of_most, most
+            at = group * len(layout) + index
+            times[0, at] = np.rint(((total - of_most) / num_chunks[index] + sync_ms[index]) * 1e6)
+            times[1, at] = max(1, np.int64(np.rint(most * 1e6)))
     return times
 
 
-def _get_through_most(fill: Ints, slowest: Ints, of_kind: Ints, low_ns: int, high_ns: int) -> Ints:
+def _get_through_most(fill: Ints, slowest: Ints, kinds: Ints, low_ns: int, high_ns: int) -> Ints:
     """Return the lines that of their kind get through most rounds, one at least, at some time from ``low_ns`` on.
 
     They are those that are done first with some number of rounds, from what is done by ``low_ns`` to what is by
     ``high_ns``. One that is done first with so many, and not with more of them, is behind one with shorter rounds.
 
     Args:
-        fill: Of the lines; those of a kind stand together.
+        fill: Of the lines, of one group after the other.
         slowest: Likewise.
-        of_kind: Likewise.
+        kinds: Of the lines of each group; those of a kind stand together.
         low_ns: The first time of interest.
         high_ns: The last.
     """
     kept, number, first = np.empty(len(fill), dtype=np.int64), 0, 0
     while first < len(fill):
         end, rounds, most = first, 1, 0
-        while end < len(fill) and of_kind[end] == of_kind[first]:
+        at, of_group = first % len(kinds), first - first % len(kinds)
+        while end < of_group + len(kinds) and kinds[end - of_group] == kinds[at]:
             if fill[end] + (rounds + 1) * slowest[end] <= low_ns:  # dividing takes longer
                 rounds = (low_ns - fill[end]) // slowest[end]
             if fill[end] + (most + 1) * slowest[end] <= high_ns:
