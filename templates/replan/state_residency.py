@@ -36,6 +36,7 @@ class StateResidency:
         self._parts: list[Part] = [((((0, 0),), 0, 1),)]
         self._numbers: dict[Part, int] = {(): EMPTY}
         self._numbered: dict[int, tuple[PipelineTemplate, Ints]] = {}
+        self._known_rows: dict[bytes, _Rows] = {}
         self._states: Flags = np.zeros((0, len(profile.layers)), dtype=np.bool_)
         self.cells = 1
         """Equal parts of a byte in which :meth:`prices` are counted: a multiple of the degrees of all rows so far."""
@@ -86,8 +87,7 @@ class StateResidency:
         need = self.states(needed) * self.state_bytes.astype(np.float64)
         from_nodes = need.sum(axis=1, keepdims=True) - need @ self.states(held).T.astype(np.float64)
 
-        wants = _Rows([self._parts[number] for number in needed])
-        has = _Rows([self._parts[number] for number in held])
+        wants, has = self._rows_of(needed), self._rows_of(held)
         need = self._row_states(wants) * self.state_bytes.astype(np.float64)
         kept = (need @ self._row_states(has).T.astype(np.float64)) * _common_cells(wants, has, self.cells)
         kept = np.add.reduceat(np.add.reduceat(kept, wants.starts, axis=0), has.starts, axis=1)
@@ -95,6 +95,13 @@ class StateResidency:
 
         prices = (INTRA_NODE_SPEEDUP - 1) * self.cells * from_nodes + to_devices
         return prices.astype(np.int64)[needed_row].take(held_row, axis=1)
+
+    def _rows_of(self, numbers: Ints) -> _Rows:
+        """Return the rows of parts, once for those that are held: what they are compared with are more and more."""
+        key = numbers.tobytes()
+        if key not in self._known_rows:
+            self._known_rows[key] = _Rows([self._parts[number] for number in numbers.tolist()])
+        return self._known_rows[key]
 
     def _row_states(self, rows: _Rows) -> Flags:
         by_stage = self._used_before[rows.ends] > self._used_before[rows.firsts]
