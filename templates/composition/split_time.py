@@ -93,14 +93,15 @@ def latest_finish_with_slow(
         factors: For each pipeline that has slow nodes, by how much its slowest one takes longer, at least.
     """
     num_each = _num_each(rows, len(fill))
+    kinds: Ints = np.flatnonzero(num_each)
     low = high = latest_finish(fill, slowest, round_size, rows, num_microbatches)
     step = low // 64 + 1
-    while _done_with_slow(fill, slowest, round_size, num_each, slow_rows, idlest, factors, high) < num_microbatches:
+    pipelines = fill, slowest, round_size, kinds, num_each, slow_rows, idlest, factors
+    while _done_with_slow(*pipelines, high) < num_microbatches:
         low, high, step = high + 1, high + step, 2 * step
     while low < high:
         middle = (low + high) // 2
-        done = _done_with_slow(fill, slowest, round_size, num_each, slow_rows, idlest, factors, middle)
-        if done < num_microbatches:
+        if _done_with_slow(*pipelines, middle) < num_microbatches:
             low = middle + 1
         else:
             high = middle
@@ -112,6 +113,7 @@ def _done_with_slow(
     fill: Ints,
     slowest: Ints,
     round_size: Ints,
+    kinds: Ints,
     num_each: Ints,
     slow_rows: Ints,
     idlest: Ints,
@@ -120,12 +122,11 @@ def _done_with_slow(
 ) -> int:
     """Return what is done by a time at most, of pipelines of which some have slow nodes: at least one by each."""
     done = 0
-    for row in range(len(num_each)):
-        if num_each[row] > 0:
-            most = 1
-            for line in range(fill.shape[1]):
-                most = max(most, (tau_ns - fill[row, line]) // slowest[row, line] * round_size[row, line])
-            done += num_each[row] * most
+    for kind in kinds:
+        most = 1
+        for line in range(fill.shape[1]):
+            most = max(most, (tau_ns - fill[kind, line]) // slowest[kind, line] * round_size[kind, line])
+        done += num_each[kind] * most
     for factor in factors:
         least_lost = _NEVER
         for index in range(len(slow_rows)):

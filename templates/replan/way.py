@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Ints, distinct
 from resilient.templates.composition.batch_split import (
     Line,
     LineTable,
@@ -192,7 +192,9 @@ class StepBounds:
             settled = settled.union(pinned)
             hidden += int(self._layouts.num_nodes[numbers[: len(slow)]].sum()) - len(pinned)
         left = [node for node in self._slowest_first if node not in without and node not in settled][hidden:]
-        others = np.delete(numbers, np.append(known, np.arange(len(slow))))
+        are_others = np.arange(len(numbers)) >= len(slow)
+        are_others[known] = False
+        others = numbers[are_others]
         if not left or not len(others):
             return latest_ns(table, rows, self._num_microbatches) / 1e6
         return self._with_slow_ns(table, rows, others, first_least, [self._slowdowns[node] for node in left]) / 1e6
@@ -230,7 +232,7 @@ class StepBounds:
         """
         ends = np.sort(self._layouts.num_nodes[others])[::-1].cumsum()
         firsts = np.append(0, ends[ends < len(factors)])
-        layouts, slowest_of_each = np.unique(others), np.array(factors)[firsts]
+        layouts, slowest_of_each = distinct(others)[0], np.array(factors)[firsts]
         rows_of, idlest = first_least + layouts, self._layouts.idlest_ns[layouts]
         least_ns = latest_with_slow_ns(table, rows, self._num_microbatches, rows_of, idlest, slowest_of_each)
         slow_ns = _NEVER
