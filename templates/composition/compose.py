@@ -100,7 +100,7 @@ def least_step_ns(templates: TemplateSet, num_nodes: int, num_microbatches: int,
         least_ns = int(alone[: num_nodes - templates.sizes[0] + 1].min())
     several = max(2, min_pipelines)
     if templates.most_pipelines(num_nodes, num_microbatches) >= several:
-        table = least_lines_of_sizes(templates)
+        table = least_lines_of_sizes(templates, alone=False)
         least = _Knapsack(templates, num_nodes, num_microbatches, several, may_idle=True, line_table=table).least_ns()
         least_ns = min(least_ns, least)
     return least_ns

@@ -73,6 +73,7 @@ def compose_with_slow(
 
 def prepare_places(templates: TemplateSet, num_nodes: int) -> None:
     """Do ahead of time what :func:`compose_with_slow` needs, whichever of up to so many nodes are slow, or gone."""
+    lines_of_layouts(templates)
     for number in range(1, num_of_any(templates, num_nodes) + 1):
         _arrangements(templates, number, templates.sizes[-1])
     if num_nodes > num_of_any(templates, num_nodes):

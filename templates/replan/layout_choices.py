@@ -73,7 +73,7 @@ class LayoutChoices:
         """Return the lines of all choices, of a plan's only pipeline or not. [choices, most lines]"""
         if alone not in self._lines:
             more = [lines((layout,), alone=alone)[0] for layout in self.layouts[self._num_of_set :]]
-            table = _lines_of(self._templates, alone)
+            table = _lines_of(self._templates, alone=alone)
             self._lines[alone] = table.with_lines(more) if more else table
         return self._lines[alone]
 
@@ -84,7 +84,7 @@ class LayoutChoices:
             The table, and the row of the first layout's least line (:func:`.batch_split.least_line`).
         """
         if alone not in self._with_least:
-            table, least = self.lines(alone=alone), _least_lines_of(self._templates, alone)
+            table, least = self.lines(alone=alone), _least_lines_of(self._templates, alone=alone)
             widened = LineTable(*(each.repeat(table.fill.shape[1], axis=1) for each in least))
             both = LineTable(*map(np.concatenate, zip(table, widened, strict=True)))
             more = [least_line(layout, alone=alone) for layout in self.layouts[self._num_of_set :]]
@@ -95,7 +95,7 @@ class LayoutChoices:
     def idlest_ns(self) -> Ints:
         """What the idlest node of each layout takes for a round (:func:`.batch_split.idlest_ns`). [layouts]"""
         more = [idlest_ns(layout) for layout in self.layouts[self._num_of_set :]]
-        return np.append(idlest_of_layouts(self._templates), np.array(more, dtype=np.int64))
+        return np.append(_idlest_of_layouts(self._templates), np.array(more, dtype=np.int64))
 
     def fastest(self, choices: Ints, counts: Ints, *, alone: bool) -> Ints:
         """Return the layout of each pipeline that is done first.
@@ -111,14 +111,21 @@ class LayoutChoices:
         return self._firsts[choices] + first_done(*self.lines(alone=alone), choices, counts)
 
 
+def prepare_lines(templates: TemplateSet) -> None:
+    """Do ahead of time what :class:`LayoutChoices` needs of a set, whatever the plan before."""
+    _lines_of(templates, alone=False)
+    _least_lines_of(templates, alone=False)
+    _idlest_of_layouts(templates)
+
+
 @lru_cache(maxsize=16)
-def idlest_of_layouts(templates: TemplateSet) -> Ints:
+def _idlest_of_layouts(templates: TemplateSet) -> Ints:
     """Return :func:`idlest_ns` of all layouts, size by size. [layouts]"""
     return np.array([idlest_ns(layout) for layout in chain.from_iterable(templates.layouts)], dtype=np.int64)
 
 
 @lru_cache(maxsize=32)
-def _lines_of(templates: TemplateSet, alone: bool) -> LineTable:
+def _lines_of(templates: TemplateSet, *, alone: bool) -> LineTable:
     of_sizes = (lone_lines_of_sizes if alone else lines_of_sizes)(templates)
     width = of_sizes.fill.shape[1]
     singles = (each.repeat(width, axis=1) for each in _layout_by_layout(templates, of_sizes))
@@ -126,7 +133,7 @@ def _lines_of(templates: TemplateSet, alone: bool) -> LineTable:
 
 
 @lru_cache(maxsize=32)
-def _least_lines_of(templates: TemplateSet, alone: bool) -> LineTable:
+def _least_lines_of(templates: TemplateSet, *, alone: bool) -> LineTable:
     return _layout_by_layout(templates, least_lines_of_sizes(templates, alone=alone))
 
 

@@ -25,7 +25,6 @@ from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import (
     Line,
     latest_with_slow_ns,
-    least_lines_of_sizes,
     line_table,
 )
 from resilient.templates.composition.compose import Compositions, compositions
@@ -33,7 +32,7 @@ from resilient.templates.composition.slow_nodes import compose_with_slow, prepar
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assigning.assignment import AmountBounds, assign
-from resilient.templates.replan.layout_choices import idlest_of_layouts
+from resilient.templates.replan.layout_choices import prepare_lines
 from resilient.templates.replan.replan_candidate import Situation
 from resilient.templates.replan.transfer import transfers_between
 from resilient.templates.replan.way import ReplanCandidate, Way, fastest_ms
@@ -73,8 +72,7 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
     """
     _composed(problem, num_nodes)
-    least_lines_of_sizes(templates_for(problem, num_nodes))
-    idlest_of_layouts(templates_for(problem, num_nodes))
+    prepare_lines(templates_for(problem, num_nodes))
     least = (problem.max_failures + 1) * templates_for(problem, num_nodes).sizes[0]
     fewer = max(problem.max_failures, _PREPARED_CHANGE)
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
