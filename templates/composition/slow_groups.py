@@ -81,32 +81,52 @@ class SlowGroups(NamedTuple):
         return min(num_fast, len(self.slow) * self.most_fast) + 1
 
     @property
-    def left(self) -> list[Factors]:
-        """The slow nodes that may be left to be decided on, those of fewer first."""
-        if not self.are_any:
-            return [self.slow[first:] for first in range(len(self.slow), -1, -1)]
-        return list(
-            dict.fromkeys(group for number in range(len(self.slow) + 1) for group in combinations(self.slow, number))
-        )
+    def num_choices(self) -> int:
+        """How many choices of slow nodes may be left to be decided on, with that of none."""
+        return len(self._choices) if self.are_any else len(self.slow) + 1
 
-    def with_first(self, left: Factors) -> Iterator[tuple[Factors, Factors]]:
-        """Yield each choice of nodes with the slowest one, and the others."""
-        if not self.are_any:
-            fewest = 1 if self.most_fast else self.smallest
-            for number in range(fewest, min(len(left), self.largest) + 1):
-                yield left[:number], left[number:]
+    def steps(self) -> Iterator[tuple[int, int, Factors, int]]:
+        """Yield what may be done with the slowest of the nodes that are left, for each choice of these but none.
+
+        First it stands by, then it is in a pipeline with each group that it may be with. Choices have numbers from 0
+        on, those of fewer nodes first.
+
+        Returns:
+            The number of the choice, that of the choice without the slowest node, the group (nobody where it stands
+            by), and the number of the choice without that.
+        """
+        if self.are_any:
+            yield from self._steps_of_any()
             return
-        seen: set[Factors] = set()
-        for number in range(len(left)):
-            for others in combinations(range(1, len(left)), number):
-                group = tuple(left[index] for index in (0, *others))
-                if group not in seen:
-                    seen.add(group)
-                    yield group, tuple(factor for index, factor in enumerate(left) if index and index not in others)
+        num_slow, fewest = len(self.slow), 1 if self.most_fast else self.smallest
+        for left in range(1, num_slow + 1):
+            yield left, left - 1, (), left - 1
+            for number in range(fewest, min(left, self.largest) + 1):
+                yield left, left - 1, self.slow[num_slow - left : num_slow - left + number], left - number
+
+    @property
+    def _choices(self) -> list[Factors]:
+        lengths = range(len(self.slow) + 1)
+        return list(dict.fromkeys(group for number in lengths for group in combinations(self.slow, number)))
+
+    def _steps_of_any(self) -> Iterator[tuple[int, int, Factors, int]]:
+        numbers = {left: number for number, left in enumerate(self._choices)}
+        for left, choice in numbers.items():
+            if not left:
+                continue
+            without_first, seen = numbers[left[1:]], set[Factors]()
+            yield choice, without_first, (), without_first
+            for number in range(len(left)):
+                for others in combinations(range(1, len(left)), number):
+                    group = tuple(left[index] for index in (0, *others))
+                    if group not in seen:
+                        seen.add(group)
+                        rest = tuple(factor for index, factor in enumerate(left) if index and index not in others)
+                        yield choice, without_first, group, numbers[rest]
 
     def by_number(self) -> Iterator[tuple[int, list[Factors]]]:
         """Yield the numbers of slow nodes of a pipeline, and the choices of so many."""
-        every = dict.fromkeys(group for left in self.left for group, _ in self.with_first(left))
+        every = dict.fromkeys(group for _, _, group, _ in self.steps() if group)
         for number, groups in groupby(sorted(every, key=len), key=len):
             yield number, list(groups)
 

@@ -205,29 +205,23 @@ class _Table:
         return table
 
     @cached_property
-    def _tables(self) -> dict[Factors, int]:
-        """The number of the table of each choice of slow nodes that are decided on, those of fewer first."""
-        return {left: number for number, left in enumerate(self._groups.left)}
-
-    @cached_property
     def _steps(self) -> Ints:
         """How tables are filled in, in order. [steps, 5]
 
         Of each step the table, that in which the slowest node stands by, that of the nodes which are not in a pipeline
         with it, the first kind of such pipelines, and one past the last.
         """
-        numbers, steps = self._tables, list[tuple[int, int, int, int, int]]()
-        for left in self._groups.left[1:]:
-            these, without_first = numbers[left], numbers[left[1:]]
-            steps.append((these, without_first, 0, 0, 0))
-            for group, rest in self._groups.with_first(left):
-                if kinds := self._of_group.get(group):
-                    steps.append((these, without_first, numbers[rest], kinds.start, kinds.stop))
+        nobody, of_group = range(0), self._of_group
+        steps = [
+            (choice, without_first, rest, kinds.start, kinds.stop)
+            for choice, without_first, group, rest in self._groups.steps()
+            if (kinds := of_group.get(group, nobody)) or not group
+        ]
         return np.array(steps, dtype=np.int64)
 
     def _filled(self, by_kind: Ints) -> Ints:
         """Return what gets through most with up to so many other nodes. [tables, pipelines, nodes]"""
-        tables = np.empty((len(self._tables), self._last_row + 1, self._width), dtype=np.int64)
+        tables = np.empty((self._groups.num_choices, self._last_row + 1, self._width), dtype=np.int64)
         tables[0] = np.maximum.accumulate(self._fast(by_kind), axis=1)[:, -self._width :]
         compiled(_fill_beside)(tables, self._steps, by_kind, self._others, not self._counts_all)
         return tables
