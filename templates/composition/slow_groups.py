@@ -7,10 +7,13 @@ is no restriction. Where that are too many choices, such pipelines are short, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, groupby
-from typing import NamedTuple
 
+import numpy as np
+
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.composition.slow_lines import Factors
 from resilient.templates.template import TemplateSet
 
@@ -33,7 +36,8 @@ def num_of_any(templates: TemplateSet, num_slow: int) -> int:
     return min(num_slow, _MOST_OF_ANY if len(templates.sizes) <= _MANY_SIZES else _MOST_OF_MANY_SIZES)
 
 
-class SlowGroups(NamedTuple):
+@dataclass(frozen=True)
+class SlowGroups:
     """The choices of slow nodes for one pipeline.
 
     Args:
@@ -66,8 +70,7 @@ class SlowGroups(NamedTuple):
             found = cls(slow, smallest, largest, min(most_fast, num_fast), are_any)
             if are_any:
                 break
-            lengths = range(1, min(len(slow), largest) + 1)
-            num_kinds = len(slow) * sum(len(found.sizes(length)) for length in lengths)
+            num_kinds = len(slow) * sum(len(found.sizes(length)) for length in found._lengths)
             if num_kinds * num_rows * found.num_columns(num_fast) <= _MOST_CELLS:
                 break
         return found
@@ -81,54 +84,68 @@ class SlowGroups(NamedTuple):
         return min(num_fast, len(self.slow) * self.most_fast) + 1
 
     @property
-    def num_choices(self) -> int:
-        """How many choices of slow nodes may be left to be decided on, with that of none."""
-        return len(self._choices) if self.are_any else len(self.slow) + 1
-
-    def steps(self) -> Iterator[tuple[int, int, Factors, int]]:
-        """Yield what may be done with the slowest of the nodes that are left, for each choice of these but none.
-
-        First it stands by, then it is in a pipeline with each group that it may be with. Choices have numbers from 0
-        on, those of fewer nodes first.
-
-        Returns:
-            The number of the choice, that of the choice without the slowest node, the group (nobody where it stands
-            by), and the number of the choice without that.
-        """
-        if self.are_any:
-            yield from self._steps_of_any()
-            return
-        num_slow, fewest = len(self.slow), 1 if self.most_fast else self.smallest
-        for left in range(1, num_slow + 1):
-            yield left, left - 1, (), left - 1
-            for number in range(fewest, min(left, self.largest) + 1):
-                yield left, left - 1, self.slow[num_slow - left : num_slow - left + number], left - number
+    def groups(self) -> list[Floats]:
+        """The groups of slow nodes that may be in one pipeline, those of fewer nodes first. [groups, slow nodes]"""
+        return self._groups_and_steps[0]
 
     @property
-    def _choices(self) -> list[Factors]:
-        lengths = range(len(self.slow) + 1)
-        return list(dict.fromkeys(group for number in lengths for group in combinations(self.slow, number)))
+    def steps(self) -> Ints:
+        """What may be done with the slowest of the nodes that are left, for each choice of these but none. [steps, 4]
 
-    def _steps_of_any(self) -> Iterator[tuple[int, int, Factors, int]]:
-        numbers = {left: number for number, left in enumerate(self._choices)}
+        First it stands by, then it is in a pipeline with each group that it may be with. Choices have numbers from 0
+        on, those of fewer nodes first. Of each step the number of the choice, that of the choice without the slowest
+        node, the number of the group (-1 where it stands by), and that of the choice without the group.
+        """
+        return self._groups_and_steps[1]
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices of slow nodes may be left to be decided on, with that of none."""
+        return int(self.steps[-1, 0]) + 1
+
+    @property
+    def _lengths(self) -> range:
+        """How many slow nodes a pipeline with some of them may have."""
+        return range(max(1, self.smallest - self.most_fast), min(len(self.slow), self.largest) + 1)
+
+    @cached_property
+    def _groups_and_steps(self) -> tuple[list[Floats], Ints]:
+        return self._of_any() if self.are_any else self._side_by_side()
+
+    def _side_by_side(self) -> tuple[list[Floats], Ints]:
+        slow, num_slow = np.array(self.slow), len(self.slow)
+        left = np.arange(1, num_slow + 1)
+        groups, num_groups = list[Floats](), 0
+        steps = [np.array((left, left - 1, np.full(num_slow, -1), left - 1))]
+        for number in self._lengths:
+            # Those begin with the slowest node that is left; they are as slow as those of one node less, or are not.
+            first, which = num_slow - left[number - 1 :], left[number - 1 :]
+            is_new = np.append(True, slow[first[1:]] != slow[first[:-1] + number - 1])
+            steps.append(np.array((which, which - 1, num_groups - 1 + is_new.cumsum(), which - number)))
+            groups.append(slow[first[is_new][:, None] + np.arange(number)])
+            num_groups += len(groups[-1])
+        every = np.concatenate(steps, axis=1)
+        return groups, every[:, np.argsort(every[0], kind="stable")].T.copy()
+
+    def _of_any(self) -> tuple[list[Floats], Ints]:
+        every = (group for number in range(len(self.slow) + 1) for group in combinations(self.slow, number))
+        numbers = {left: number for number, left in enumerate(dict.fromkeys(every))}
+        groups = [left for left in numbers if len(left) in self._lengths]
+        of_groups = {group: number for number, group in enumerate(groups)}
+        steps = list[tuple[int, int, int, int]]()
         for left, choice in numbers.items():
             if not left:
                 continue
             without_first, seen = numbers[left[1:]], set[Factors]()
-            yield choice, without_first, (), without_first
-            for number in range(len(left)):
-                for others in combinations(range(1, len(left)), number):
+            steps.append((choice, without_first, -1, without_first))
+            for number in self._lengths[: len(left)]:
+                for others in combinations(range(1, len(left)), number - 1):
                     group = tuple(left[index] for index in (0, *others))
                     if group not in seen:
                         seen.add(group)
                         rest = tuple(factor for index, factor in enumerate(left) if index and index not in others)
-                        yield choice, without_first, group, numbers[rest]
-
-    def by_number(self) -> Iterator[tuple[int, list[Factors]]]:
-        """Yield the numbers of slow nodes of a pipeline, and the choices of so many."""
-        every = dict.fromkeys(group for _, _, group, _ in self.steps() if group)
-        for number, groups in groupby(sorted(every, key=len), key=len):
-            yield number, list(groups)
+                        steps.append((choice, without_first, of_groups[group], numbers[rest]))
+        return [np.array(list(of)) for _, of in groupby(groups, key=len)], np.array(steps, dtype=np.int64)
 
 
 def short_pipelines(templates: TemplateSet) -> int:

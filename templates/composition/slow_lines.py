@@ -60,14 +60,14 @@ class _Pipelines(NamedTuple):
 
     Args:
         layouts: Layouts of a set, size by size from the first on.
-        groups: The factors of the slow nodes of each group.
+        groups: The factors of the slow nodes of each group. [groups, slow nodes]
         group: Which of the groups each pipeline has. [pipelines]
         layout: Which of the layouts each pipeline has. [pipelines]
         places: Where its slow nodes are. [pipelines, slow nodes]
     """
 
     layouts: Sequence[PipelineTemplate]
-    groups: Sequence[Factors]
+    groups: Floats
     group: Ints
     layout: Ints
     places: Ints
@@ -76,7 +76,7 @@ class _Pipelines(NamedTuple):
         """Return one of them."""
         layout = int(self.layout[index])
         factors = np.ones(self.layouts[layout].num_nodes)
-        factors[self.places[index]] = self.groups[int(self.group[index])]
+        factors[self.places[index]] = self.groups[self.group[index]]
         return SlowPipeline(layout, tuple(factors.tolist()))
 
 
@@ -104,11 +104,11 @@ class Arrangements:
         self._num_chunks = np.array([layout.num_chunks for layout in layouts])[self._layout]
         self._sync_ms = np.array([(layout.sync_ms, layout.lone_sync_ms) for layout in layouts])[self._layout].T
 
-    def lines(self, groups: Sequence[Factors], sizes: range, within: tuple[int, int], *, alone: bool) -> SlowLines:
+    def lines(self, groups: Floats, sizes: range, within: tuple[int, int], *, alone: bool) -> SlowLines:
         """Return the lines of layouts of some numbers of nodes, with slow nodes of each of some groups.
 
         Args:
-            groups: Their factors.
+            groups: Their factors. [groups, slow nodes]
             sizes: The numbers of nodes.
             within: The step's times of interest, in ns, from the first to the last. Of those of a group and a size the
                 lines are returned that get through most at one of them.
@@ -127,7 +127,7 @@ class Arrangements:
             self._sizes[layout],
         )
 
-    def _times_ns(self, groups: Sequence[Factors], looked_at: slice, *, alone: bool) -> Ints:
+    def _times_ns(self, groups: Floats, looked_at: slice, *, alone: bool) -> Ints:
         """Return lines (:meth:`PipelineTemplate.line_ms`) of arrangements of each group; chains all at once. [2, lines]
 
         A round counts for 1 ns at least.
@@ -135,7 +135,7 @@ class Arrangements:
         layout, places = self._layout[looked_at], self._places[looked_at]
         if self._are_chains:
             more = self._num_chunks[looked_at], self._sync_ms[int(alone), looked_at]
-            return compiled(_chain_times)(layout, places, np.array(groups), *self._nodes, *more)
+            return compiled(_chain_times)(layout, places, groups, *self._nodes, *more)
         every = [
             _Pipelines(self._layouts, groups, np.full(len(layout), group), layout, places).pipeline(index)
             for group in range(len(groups))

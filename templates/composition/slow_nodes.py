@@ -13,8 +13,8 @@ those share a pipeline that are about equally slow (:mod:`.slow_groups`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
-from itertools import chain, pairwise, starmap
+from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -100,10 +100,10 @@ def _slow_lines(
     templates: TemplateSet, groups: SlowGroups, within: tuple[int, int], *, alone: bool = False
 ) -> Iterator[SlowLines]:
     """Yield the lines of layouts with each choice of one or more of the slow nodes, where others fill them up."""
-    for number, each in groups.by_number():
-        sizes = groups.sizes(number)
-        if sizes:
-            yield _arrangements(templates, number, groups.largest).lines(each, sizes, within, alone=alone)
+    for each in groups.groups:
+        number = each.shape[1]
+        arrangements = _arrangements(templates, number, groups.largest)
+        yield arrangements.lines(each, groups.sizes(number), within, alone=alone)
 
 
 @lru_cache(maxsize=64)
@@ -143,16 +143,14 @@ class _Table:
         fast = list(map(len, templates.layouts[first_size : first_size + len(self._fast_sizes)]))
         self._slow_lines = list(_slow_lines(templates, self._groups, within))
         others, num_lines = [np.array(self._fast_sizes, dtype=np.int64)], [np.array([0, *fast])]
-        # The kinds with each group of slow nodes, which stand together.
-        self._of_group: dict[Factors, range] = {}
-        num_kinds = len(fast)
+        # How many kinds there are with each group of slow nodes, which stand together.
+        num_kinds = list[Ints]()
         for each in self._slow_lines:
             groups, sizes, counts = each.by_kind()
-            firsts = num_kinds + np.searchsorted(groups, np.arange(len(each.pipelines.groups) + 1))
-            self._of_group.update(zip(each.pipelines.groups, starmap(range, pairwise(firsts.tolist())), strict=True))
+            num_kinds.append(np.bincount(groups, minlength=len(each.pipelines.groups)))
             others.append(sizes - each.pipelines.places.shape[1])
             num_lines.append(counts)
-            num_kinds += len(groups)
+        self._steps = self._steps_of(np.concatenate((np.array([len(fast)]), *num_kinds)).cumsum())
         # How many nodes that are not slow pipelines of each kind have.
         self._others = np.concatenate(others)
         # Where the lines of each kind begin, and the last ones end.
@@ -204,20 +202,20 @@ class _Table:
         compiled(_fill_counted)(table, values, self._smallest, not self._counts_all)
         return table
 
-    @cached_property
-    def _steps(self) -> Ints:
-        """How tables are filled in, in order. [steps, 5]
+    def _steps_of(self, firsts: Ints) -> Ints:
+        """Return how tables are filled in, in order. [steps, 5]
 
         Of each step the table, that in which the slowest node stands by, that of the nodes which are not in a pipeline
         with it, the first kind of such pipelines, and one past the last.
+
+        Args:
+            firsts: The first kind with each group of slow nodes, and one past the last of all.
         """
-        nobody, of_group = range(0), self._of_group
-        steps = [
-            (choice, without_first, rest, kinds.start, kinds.stop)
-            for choice, without_first, group, rest in self._groups.steps()
-            if (kinds := of_group.get(group, nobody)) or not group
-        ]
-        return np.array(steps, dtype=np.int64)
+        choice, without_first, group, rest = self._groups.steps.T
+        stands_by = group < 0
+        first, end = firsts[group], np.where(stands_by, firsts[group], firsts[group + 1])
+        steps = np.stack((choice, without_first, rest, first, end), axis=1)
+        return steps[stands_by | (end > first)]
 
     def _filled(self, by_kind: Ints) -> Ints:
         """Return what gets through most with up to so many other nodes. [tables, pipelines, nodes]"""

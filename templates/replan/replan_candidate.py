@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,15 @@ from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.layout_choices import LayoutChoices, with_templates_of
 from resilient.templates.replan.placement import Placer, Seats, Targets
 from resilient.templates.replan.repair import NEW, repairs
-from resilient.templates.replan.way import CandidateKind, ReplanCandidate, StepBounds, Way, WayCost, fastest_ms
+from resilient.templates.replan.way import (
+    CandidateKind,
+    ReplanCandidate,
+    StepBounds,
+    Way,
+    WayCost,
+    fastest_ms,
+    takes_at_most,
+)
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import TemplateSet
 
@@ -43,9 +52,10 @@ from resilient.templates.template import TemplateSet
 _NOMINAL_BYTES_PER_S = 1.25e9
 
 _FEW_NODES = 256
-_MOST_EXCLUSIONS_OF_FEW, _MOST_EXCLUSIONS = 5, 2
-"""Of how many different numbers of slow nodes it is tried to let them stand by. Where nodes are many, each pipeline is
-a small part of all: what is between none and all of the slow ones makes no step shorter, but for rare exceptions."""
+_MOST_PARTS_OF_FEW = 5
+"""In so many parts slow nodes are told apart, and it is tried to let the slowest parts stand by. Where nodes are many,
+each pipeline is a small part of all: what is between none and all of the slow ones makes no step shorter, nor do some
+of them at places of their own while others are anywhere, but for rare exceptions."""
 
 
 class _Wanted(NamedTuple):
@@ -115,30 +125,27 @@ class Situation:
         while numbers and len(self._live) - numbers[0] >= most:
             found.extend(self._distinct(self._changes(numbers.popleft()), seen))
         if numbers and (with_most := [way for way in found if way.num_nodes == most]):
-            self._drop_longer(numbers, fastest_ms(with_most))
+            self._drop_longer(numbers, with_most)
         for number in numbers:
             found.extend(self._distinct(self._changes(number), seen))
         if num_slow := len(self._slowest_first):
-            for number in sorted({num_of_any(self._templates, num_slow), num_slow}, reverse=True):
+            few = {num_of_any(self._templates, num_slow)} if len(self._live) <= _FEW_NODES else set[int]()
+            for number in sorted({*few, num_slow}, reverse=True):
                 within = self._least_ns(most), nanoseconds(fastest_ms(found)) - 1
                 mixed = self._mixed(self._slowest_first[:number], within) if within[0] <= within[1] else None
                 found.extend(self._distinct([mixed] if mixed else [], set()))
         with_most = [way for way in found if way.num_nodes == most]
-        with_most_ms = fastest_ms(with_most)
+        known_ms = min((way.step_ms for way in with_most if way.is_known), default=inf)
         for way in found:
             if way.num_nodes == most:
                 yield way
-            elif way.known_step_ms < with_most_ms:
-                yield way.shorter_than(with_most_ms)
+            elif way.known_step_ms < known_ms:
+                yield way.shorter_than(with_most)
 
-    def _drop_longer(self, numbers: deque[int], step_ms: float) -> None:
+    def _drop_longer(self, numbers: deque[int], ways: Sequence[Way]) -> None:
         """Drop, from the end, how many nodes stand by with which no step is shorter: others may do what fewer do."""
-        while numbers and not self._may_take_less(step_ms, len(self._live) - numbers[-1]):
+        while numbers and takes_at_most(ways, self._least_ns(len(self._live) - numbers[-1]) / 1e6):
             numbers.pop()
-
-    def _may_take_less(self, step_ms: float, num_nodes: int) -> bool:
-        """Return False only where no step on up to so many of the nodes is shorter."""
-        return self._least_ns(num_nodes) < nanoseconds(step_ms)
 
     def _least_ns(self, num_nodes: int) -> int:
         """Return a time that no step on up to so many of the nodes is shorter than."""
@@ -200,7 +207,7 @@ class Situation:
 
     def _numbers_without(self) -> list[int]:
         """Return how many of the slowest nodes stand by."""
-        most = _MOST_EXCLUSIONS if len(self._live) > _FEW_NODES else _MOST_EXCLUSIONS_OF_FEW
+        most = _MOST_PARTS_OF_FEW if len(self._live) <= _FEW_NODES else 1
         return alike_parts([self._slowdowns[node] for node in self._slowest_first], most)
 
     def _mixed(self, slowest: Sequence[int], within: tuple[int, int]) -> _Change | None:
@@ -278,7 +285,7 @@ class Situation:
 
     def _pinned(self, slow: Sequence[SlowPipeline], without: Collection[int]) -> dict[int, int]:
         """Return the slow nodes by the places, among those of all pipelines, that are meant for them."""
-        left = [node for node in self._slowest_first if node not in without]
+        left = [node for node in self._slowest_first if node not in without] if slow else []
         pinned: dict[int, int] = {}
         for place, factor in enumerate(chain.from_iterable(pipeline.factors for pipeline in slow)):
             if factor > 1:

@@ -6,7 +6,7 @@ Placing the nodes takes longest. Bounds that need no places say which ways can b
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf
 from typing import Literal, NamedTuple
@@ -44,8 +44,8 @@ class ReplanCandidate:
         copy_ms: How long that takes: as long as the node that receives or sends most.
         step_ms: How long a step takes, slow nodes considered.
         lacking_domains: In how many more failure domains states should be held, summed over the states.
-        with_more_ms: Where nodes stand by that there is a place for, how long a step takes at best that uses all of
-            these; else None.
+        with_more: Where nodes stand by that there is a place for, returns how long a step takes at best that uses all
+            of these; else None.
     """
 
     kind: CandidateKind
@@ -54,7 +54,12 @@ class ReplanCandidate:
     copy_ms: float
     step_ms: float
     lacking_domains: int
-    with_more_ms: float | None = None
+    with_more: Callable[[], float] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def with_more_ms(self) -> float | None:
+        """What :attr:`with_more` returns. Nodes may have to be placed for it, which was not needed to decide."""
+        return None if self.with_more is None else self.with_more()
 
 
 class WayCost(NamedTuple):
@@ -100,19 +105,24 @@ class Way:
         return self.least_step_ms if self.placed_step_ms is None else self.placed_step_ms()
 
     @property
-    def known_step_ms(self) -> float:
-        """How long a step takes where :attr:`step_ms` was asked for before, else at least."""
-        return self.__dict__.get("step_ms", self.least_step_ms)
+    def is_known(self) -> bool:
+        """Whether it is known how long a step takes: that was asked for before, or is what it takes at least."""
+        return self.placed_step_ms is None or "step_ms" in self.__dict__
 
-    def shorter_than(self, step_ms: float) -> Way:
-        """Return this way, in which nodes stand by, but only if a step is shorter than the one with them."""
+    @property
+    def known_step_ms(self) -> float:
+        """How long a step takes where that :attr:`is_known`, else at least."""
+        return self.step_ms if self.is_known else self.least_step_ms
+
+    def shorter_than(self, with_more: Sequence[Way]) -> Way:
+        """Return this way, in which nodes stand by, but only if a step is shorter than those with them."""
 
         def candidate() -> ReplanCandidate | None:
-            found = self.candidate() if self.step_ms < step_ms else None
-            return found and replace(found, with_more_ms=step_ms)
+            found = None if takes_at_most(with_more, self.step_ms) else self.candidate()
+            return found and replace(found, with_more=lambda: fastest_ms(with_more))
 
         def cost() -> WayCost | None:
-            return self.cost() if self.step_ms < step_ms else None
+            return None if takes_at_most(with_more, self.step_ms) else self.cost()
 
         return replace(self, least_step_ms=self.known_step_ms, cost=cost, candidate=candidate)
 
@@ -243,12 +253,24 @@ class StepBounds:
         return slow_ns
 
 
+def takes_at_most(ways: Iterable[Way], step_ms: float) -> bool:
+    """Return whether a step of any of some ways takes so long at most; only those are placed that may."""
+    return any(way.least_step_ms <= step_ms and way.step_ms <= step_ms for way in _likely_first(ways))
+
+
 def fastest_ms(ways: Iterable[Way]) -> float:
     """Return the shortest step of some ways, one or more; nodes are placed in those only that may have it."""
     found = inf
-    # Of equal bounds those come first that are met, or more likely so: the fewer nodes, the fewer slow ones.
-    for way in sorted(ways, key=lambda each: (each.least_step_ms, each.placed_step_ms is not None, each.num_nodes)):
+    for way in _likely_first(ways):
         if way.least_step_ms >= found:
             break
         found = min(found, way.step_ms)
     return found
+
+
+def _likely_first(ways: Iterable[Way]) -> list[Way]:
+    """Return some ways by their bounds.
+
+    Of equal ones those come first that are met, or more likely so: the fewer nodes, the fewer slow ones.
+    """
+    return sorted(ways, key=lambda each: (each.least_step_ms, each.placed_step_ms is not None, each.num_nodes))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from resilient.templates.composition.batch_split import Line, slowed_line
@@ -20,7 +21,7 @@ def test_no_arrangement_is_faster_than_the_lines_whatever_the_microbatches(
     sizes = [2, 2, 3, 3, 3, 4]
     layouts = [template(*(draw.uniform(1, 9) for _ in range(size)), sync_ms=2) for size in sizes]
     arrangements = Arrangements(layouts, len(group))
-    found = arrangements.lines([group], range(2, 5), ANY_NS, alone=alone)
+    found = arrangements.lines(np.array([group]), range(2, 5), ANY_NS, alone=alone)
     fill, slowest, round_size = (column[:, 0].tolist() for column in found.table)
     lines = [Line(*line) for line in zip(fill, slowest, round_size, strict=True)]
     for index, line in enumerate(lines):
@@ -42,7 +43,8 @@ def test_no_arrangement_is_faster_than_the_lines_whatever_the_microbatches(
 def test_lines_of_some_sizes_are_those_of_all_that_have_them(group: tuple[float, ...]) -> None:
     layouts = [template(*range(1, size + 1)) for size in (1, 2, 3, 4)]
     arrangements = Arrangements(layouts, len(group))
-    every, some = (arrangements.lines([group], sizes, ANY_NS, alone=False) for sizes in (range(2, 5), range(3, 4)))
+    groups = np.array([group])
+    every, some = (arrangements.lines(groups, sizes, ANY_NS, alone=False) for sizes in (range(2, 5), range(3, 4)))
     chosen = every.sizes == 3
     assert some.sizes.tolist() == every.sizes[chosen].tolist() != []
     for column, of_every in zip(some.table, every.table, strict=True):
@@ -59,7 +61,7 @@ def test_between_two_times_fewer_lines_get_through_as_much(seed: int) -> None:
     arrangements = Arrangements(layouts, 2)
     low = draw.randint(10**7, 10**8)
     within = low, low + draw.choice([0, 10**5, 10**7])
-    every, some = (arrangements.lines([(3.0, 1.5)], range(2, 5), of, alone=False) for of in (ANY_NS, within))
+    every, some = (arrangements.lines(np.array([(3.0, 1.5)]), range(2, 5), of, alone=False) for of in (ANY_NS, within))
     assert len(some.sizes) <= len(every.sizes)
     for tau in (*within, *(draw.randint(*within) for _ in range(50))):
         of_every, of_some = (lines.table.capacities(tau) for lines in (every, some))
