@@ -300,7 +300,7 @@ def _rounded(line_ms: tuple[float, float]) -> tuple[int, int]:
     return nanoseconds(fill_ms), max(1, nanoseconds(slowest_ms))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TemplateSet:
     """All templates of a job: for each number of nodes the layouts among which the number of microbatches decides.
 
@@ -316,9 +316,12 @@ class TemplateSet:
     problem_digest: str
     layouts: tuple[tuple[PipelineTemplate, ...], ...]
 
+    # Hashing and comparing all layouts, those of other sets of the job too, takes longer than what is kept by them.
     def __hash__(self) -> int:
-        # Hashing all layouts takes longer than what is kept by them.
-        return hash((self.problem_digest, len(self.layouts)))
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, TemplateSet) and self.digest == other.digest)
 
     @property
     def sizes(self) -> range:

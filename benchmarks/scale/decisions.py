@@ -97,6 +97,16 @@ def _slow(num_nodes: int, num_slow: int, lost: float = 0, joined: float = 0) -> 
         yield lambda problem=problem, plan=plan, live=live, slow=slow: replan(problem, plan, live, slowdowns=slow)
 
 
+def _slow_in_zones(num_nodes: int) -> Calls:
+    draw = random.Random(1)
+    for problem, plan, live in _waves(num_nodes, 0.1, 0.08):
+        slow = {node: draw.uniform(1.2, 6) for node in draw.sample(live, 16)}
+        zones = {node: f"zone{node % 3}" for node in live}
+        yield lambda problem=problem, plan=plan, live=live, slow=slow, zones=zones: replan(
+            problem, plan, live, domains=zones, slowdowns=slow
+        )
+
+
 def _domains(num_nodes: int) -> Calls:
     """Each place of the pipelines in a zone of its own: every state is in one zone alone."""
     for problem, plan, live in _waves(num_nodes, 0.01, 0.008):
@@ -166,6 +176,9 @@ CASES: dict[str, tuple[str, Callable[[int], Calls]]] = {
     "slow": ("replan, one loss and a slow node", lambda num_nodes: _slow(num_nodes, 1)),
     "slow-4": ("replan, one loss and four slow nodes", lambda num_nodes: _slow(num_nodes, 4)),
     "slow-wave": ("the same wave and sixteen slow nodes", lambda num_nodes: _slow(num_nodes, 16, 0.1, 0.08)),
+    "slow-64": ("the same wave and 64 slow nodes", lambda num_nodes: _slow(num_nodes, 64, 0.1, 0.08)),
+    "slow-100": ("the same wave and a hundred slow nodes", lambda num_nodes: _slow(num_nodes, 100, 0.1, 0.08)),
+    "slow-zones": ("the same wave, sixteen slow nodes and three zones", _slow_in_zones),
     "domains": ("replan, every state in one zone", _domains),
     "scarce": ("replan, a zone too small for all states", _scarce_domain),
     "compose": ("composition", lambda num_nodes: _composition(num_nodes, 4 * num_nodes)),

@@ -106,7 +106,7 @@ def _slow_lines(
         yield arrangements.lines(each, groups.sizes(number), within, alone=alone)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _arrangements(templates: TemplateSet, number: int, largest: int) -> Arrangements:
     layouts = templates.layouts[: largest - templates.sizes[0] + 1]
     return Arrangements(list(chain.from_iterable(layouts)), number)

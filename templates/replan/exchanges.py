@@ -20,7 +20,8 @@ class PlaceExchanges(NamedTuple):
     """A placement, and the exchanges of nodes between two of its places.
 
     Args:
-        needs: Which states places of each kind need. [kinds of places, states]
+        needs: Which states places of each kind need; those alone that may lack domains afterwards. [kinds of places,
+            states]
         excess: How many domains more hold each state than should. [states]
         worths: What a domain more is worth where one lacks, by state. [states]
         prices: What the copies cost that bring a node into a place. [kinds of places, kinds of nodes]

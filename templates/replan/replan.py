@@ -64,20 +64,25 @@ def templates_for(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     """Do ahead of time what a :func:`replan` around ``num_nodes`` nodes would otherwise do during a recovery.
 
-    Computes templates, compositions and where slow nodes may be, for up to f (4 at least) nodes less and 4 more, and
-    makes a plan the first time, which loads and compiles what planning needs. The results are cached; calling it is
-    optional and changes no plan.
+    Computes compositions for up to f (4 at least) nodes less and 4 more, templates and where slow nodes may be for a
+    quarter less and more, and makes a plan the first time, which loads and compiles what planning needs. The results
+    are cached; calling it is optional and changes no plan.
 
     Raises:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
     """
-    _composed(problem, num_nodes)
-    prepare_lines(templates_for(problem, num_nodes))
-    least = (problem.max_failures + 1) * templates_for(problem, num_nodes).sizes[0]
+    templates = templates_for(problem, num_nodes)
+    _composed(problem, templates, num_nodes)
+    least = (problem.max_failures + 1) * templates.sizes[0]
     fewer = max(problem.max_failures, _PREPARED_CHANGE)
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
-        _composed(problem, live)
-        prepare_places(templates_for(problem, live), live)
+        templates = templates_for(problem, live)
+        _composed(problem, templates, live)
+        prepare_places(templates, live)
+    for live in (max(least, num_nodes - num_nodes // 4), num_nodes, num_nodes + num_nodes // 4):
+        templates = templates_for(problem, live)
+        prepare_lines(templates)
+        prepare_places(templates, live)
     _load(problem, least)
 
 
@@ -216,9 +221,9 @@ def _situation(
     domains: Mapping[int, str],
     slowdowns: Mapping[int, float],
 ) -> Situation:
-    _composed(problem, len(live))  # raises what is wrong before anything else is computed
     templates = templates_for(problem, len(live))
-    return Situation(problem, templates, partial(_composed, problem), plan, live, domains, slowdowns)
+    _composed(problem, templates, len(live))  # raises what is wrong before anything else is computed
+    return Situation(problem, templates, partial(_composed, problem, templates), plan, live, domains, slowdowns)
 
 
 def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[ReplanCandidate]:
@@ -277,7 +282,6 @@ def _templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 
 
 @lru_cache(maxsize=1024)
-def _composed(problem: PlanningProblem, num_nodes: int) -> Compositions:
-    templates = templates_for(problem, num_nodes)
+def _composed(problem: PlanningProblem, templates: TemplateSet, num_nodes: int) -> Compositions:
     usable = usable_nodes(problem, templates, num_nodes)
     return compositions(templates, usable, problem.num_microbatches, problem.max_failures + 1)

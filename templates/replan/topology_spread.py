@@ -184,16 +184,18 @@ class _Search:
     ) -> bool:
         from resilient.templates.replan.exchanges import NONE, PlaceExchanges
 
+        excess = (counts > 0).sum(axis=0) - self._wanted
+        critical = np.flatnonzero(excess <= 0)  # others lack nothing, whichever two nodes are exchanged
         one, other = best(
             PlaceExchanges(
-                needs=self._needs,
-                excess=(counts > 0).sum(axis=0) - self._wanted,
-                worths=self._weights,
+                needs=np.ascontiguousarray(self._needs[:, critical]),
+                excess=excess[critical],
+                worths=self._weights[critical],
                 prices=self._prices,
                 kinds=self._places,
                 nodes=self._nodes[chosen],
                 domains=self._domains[chosen],
-                counts=counts,
+                counts=np.ascontiguousarray(counts[:, critical]),
                 tries=tries,
                 places=different,
             )
