@@ -309,16 +309,14 @@ class TemplateSet:
 
     Args:
         problem_digest: Of what they were computed for (:attr:`resilient.templates.plan.PlanningProblem.digest`).
-        layouts: By size, consecutive and ascending; each a non-empty tuple in order of rising ``round_size``, then of
-            falling ``slowest_ms``.
+        layouts: By size, consecutive and ascending; each non-empty, by rising ``round_size``, then falling ``slowest_ms``.
     """
 
     problem_digest: str
     layouts: tuple[tuple[PipelineTemplate, ...], ...]
 
-    # Hashing and comparing all layouts, those of other sets of the job too, takes longer than what is kept by them.
     def __hash__(self) -> int:
-        return hash(self.digest)
+        return hash(self.digest)  # to hash and to compare all layouts takes longer than what is kept by them
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, TemplateSet) and self.digest == other.digest)

@@ -198,7 +198,14 @@ def latest_ns(table: LineTable, rows: Ints, num_microbatches: int) -> int:
 
 
 def latest_with_slow_ns(
-    table: LineTable, rows: Ints, num_microbatches: int, slow_rows: Ints, idlest: Ints, factors: Floats
+    table: LineTable,
+    rows: Ints,
+    num_microbatches: int,
+    slow_rows: Ints,
+    fast_rows: Ints,
+    idlest: Ints,
+    factors: Floats,
+    most_slow: int,
 ) -> int:
     """Return a time before which the last pipeline is not done, where some of them have slow nodes.
 
@@ -207,12 +214,14 @@ def latest_with_slow_ns(
         rows: As of :func:`split_rows`.
         num_microbatches: Likewise.
         slow_rows: The different rows of pipelines that may have slow nodes.
+        fast_rows: For each of these the row of the line that it has without any.
         idlest: What the idlest node of each of these takes for a round (:func:`idlest_ns`).
         factors: How slow the slowest node of a pipeline is at least, for as many of them as have slow nodes.
+        most_slow: The most pipelines that have slow nodes.
     """
     from resilient.templates.composition.split_time import latest_finish_with_slow
 
-    return latest_finish_with_slow(*table, rows, num_microbatches, slow_rows, idlest, factors)
+    return latest_finish_with_slow(*table, rows, num_microbatches, slow_rows, fast_rows, idlest, factors, most_slow)
 
 
 def idlest_ns(template: PipelineTemplate) -> int:

@@ -75,8 +75,10 @@ def latest_finish_with_slow(
     rows: Ints,
     num_microbatches: int,
     slow_rows: Ints,
+    fast_rows: Ints,
     idlest: Ints,
     factors: Floats,
+    most_slow: int,
 ) -> int:
     """Return a time before which the last pipeline is not done, where it is not known which of them have slow nodes.
 
@@ -89,14 +91,16 @@ def latest_finish_with_slow(
         rows: Likewise.
         num_microbatches: Likewise.
         slow_rows: The rows of pipelines that slow nodes may be in.
+        fast_rows: For each of these the row of the line, first of its row, that it has without any.
         idlest: What the idlest node of each of these takes for a round.
         factors: For each pipeline that has slow nodes, by how much its slowest one takes longer, at least.
+        most_slow: The most pipelines that have slow nodes.
     """
     num_each = _num_each(rows, len(fill))
     kinds: Ints = np.flatnonzero(num_each)
     low = high = latest_finish(fill, slowest, round_size, rows, num_microbatches)
     step = low // 64 + 1
-    pipelines = fill, slowest, round_size, kinds, num_each, slow_rows, idlest, factors
+    pipelines = fill, slowest, round_size, kinds, num_each, slow_rows, fast_rows, idlest, factors, most_slow
     while _done_with_slow(*pipelines, high) < num_microbatches:
         low, high, step = high + 1, high + step, 2 * step
     while low < high:
@@ -116,8 +120,10 @@ def _done_with_slow(
     kinds: Ints,
     num_each: Ints,
     slow_rows: Ints,
+    fast_rows: Ints,
     idlest: Ints,
     factors: Floats,
+    most_slow: int,
     tau_ns: int,
 ) -> int:
     """Return what is done by a time at most, of pipelines of which some have slow nodes: at least one by each."""
@@ -127,6 +133,19 @@ def _done_with_slow(
         for line in range(fill.shape[1]):
             most = max(most, (tau_ns - fill[kind, line]) // slowest[kind, line] * round_size[kind, line])
         done += num_each[kind] * most
+    # Those with the lines that nothing is below are no more than have slow nodes, and they are those that gain most.
+    gains, fast = np.empty(len(slow_rows), dtype=np.int64), 0
+    for index in range(len(slow_rows)):
+        row, without = slow_rows[index], fast_rows[index]
+        most = max(1, (tau_ns - fill[row, 0]) // slowest[row, 0] * round_size[row, 0])
+        gains[index] = most - max(1, (tau_ns - fill[without, 0]) // slowest[without, 0] * round_size[without, 0])
+        fast += num_each[row]
+    fast -= most_slow
+    for index in np.argsort(gains):
+        if fast <= 0:
+            break
+        done -= min(fast, num_each[slow_rows[index]]) * gains[index]
+        fast -= num_each[slow_rows[index]]
     for factor in factors:
         least_lost = _NEVER
         for index in range(len(slow_rows)):

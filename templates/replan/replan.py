@@ -99,7 +99,7 @@ def _load(problem: PlanningProblem, num_nodes: int) -> None:
     AmountBounds().least(one[None], one, one)
     make_viable(first, one, 1, 1, 1, 1, False)
     use_spare(first, one, 1, 1, 1, 1, 1, False)
-    latest_with_slow_ns(line_table([(Line(0, 1),)]), first, 1, first, one, np.ones(1))
+    latest_with_slow_ns(line_table([(Line(0, 1),)]), first, 1, first, first, one, np.ones(1), 1)
 
 
 def warm_up() -> None:

@@ -54,8 +54,10 @@ _NOMINAL_BYTES_PER_S = 1.25e9
 _FEW_NODES = 256
 _MOST_PARTS_OF_FEW = 5
 """In so many parts slow nodes are told apart, and it is tried to let the slowest parts stand by. Where nodes are many,
-each pipeline is a small part of all: what is between none and all of the slow ones makes no step shorter, nor do some
-of them at places of their own while others are anywhere, but for rare exceptions."""
+each pipeline is a small part of all: what is between none and all of the slow ones makes no step shorter."""
+_LITTLE_SLOWER = 1.5
+"""Of many nodes it makes a step shorter in rare cases alone that the slowest ones have places of their own and the
+others may be anywhere: where none is slower than that."""
 
 
 class _Wanted(NamedTuple):
@@ -128,12 +130,10 @@ class Situation:
             self._drop_longer(numbers, with_most)
         for number in numbers:
             found.extend(self._distinct(self._changes(number), seen))
-        if num_slow := len(self._slowest_first):
-            few = {num_of_any(self._templates, num_slow)} if len(self._live) <= _FEW_NODES else set[int]()
-            for number in sorted({*few, num_slow}, reverse=True):
-                within = self._least_ns(most), nanoseconds(fastest_ms(found)) - 1
-                mixed = self._mixed(self._slowest_first[:number], within) if within[0] <= within[1] else None
-                found.extend(self._distinct([mixed] if mixed else [], set()))
+        for number in self._numbers_mixed() if self._slowest_first else ():
+            within = self._least_ns(most), nanoseconds(fastest_ms(found)) - 1
+            mixed = self._mixed(self._slowest_first[:number], within) if within[0] <= within[1] else None
+            found.extend(self._distinct([mixed] if mixed else [], set()))
         with_most = [way for way in found if way.num_nodes == most]
         known_ms = min((way.step_ms for way in with_most if way.is_known), default=inf)
         for way in found:
@@ -209,6 +209,13 @@ class Situation:
         """Return how many of the slowest nodes stand by."""
         most = _MOST_PARTS_OF_FEW if len(self._live) <= _FEW_NODES else 1
         return alike_parts([self._slowdowns[node] for node in self._slowest_first], most)
+
+    def _numbers_mixed(self) -> list[int]:
+        """Return how many of the slowest nodes have places of their own, most first."""
+        num_slow = len(self._slowest_first)
+        few = num_of_any(self._templates, num_slow)
+        is_tried = len(self._live) <= _FEW_NODES or self._slowdowns[self._slowest_first[0]] <= _LITTLE_SLOWER
+        return [num_slow, few] if is_tried and few < num_slow else [num_slow]
 
     def _mixed(self, slowest: Sequence[int], within: tuple[int, int]) -> _Change | None:
         """Return the best composition in which some, as slow as they are, have places of their own, if it is better."""

@@ -201,13 +201,13 @@ class StepBounds:
             table = table.with_lines([self._least_slowed(each, alone) for each in slow])
             settled = settled.union(pinned)
             hidden += int(self._layouts.num_nodes[numbers[: len(slow)]].sum()) - len(pinned)
-        left = [node for node in self._slowest_first if node not in without and node not in settled][hidden:]
+        may_be = [node for node in self._slowest_first if node not in without and node not in settled]
         are_others = np.arange(len(numbers)) >= len(slow)
         are_others[known] = False
         others = numbers[are_others]
-        if not left or not len(others):
+        if not len(others):
             return latest_ns(table, rows, self._num_microbatches) / 1e6
-        return self._with_slow_ns(table, rows, others, first_least, [self._slowdowns[node] for node in left]) / 1e6
+        return self._with_slow_ns(table, rows, others, first_least, may_be, max(0, hidden)) / 1e6
 
     def _least_slowed(self, pipeline: SlowPipeline, alone: bool) -> Line:
         """Return a line that no other one of a pipeline is below, whichever more of its nodes are slow."""
@@ -227,24 +227,38 @@ class StepBounds:
         return (table.with_lines(lines) if lines else table), first_least, len(table.fill)
 
     def _with_slow_ns(
-        self, table: LineTable, rows: Ints, others: Ints, first_least: int, factors: Sequence[float]
+        self, table: LineTable, rows: Ints, others: Ints, first_least: int, may_be: Sequence[int], hidden: int
     ) -> int:
         """Return how long a step takes at least, where pipelines that are not known to stay have slow nodes.
 
-        These are in few pipelines at best: the slowest ones in the largest, and so on.
+        These are in few pipelines at best: the slowest ones in the largest, and so on. No more pipelines have any than
+        there are slow nodes.
 
         Args:
             table: The lines.
             rows: Of all pipelines.
             others: The layouts of those that are not known to stay.
             first_least: Where the least lines of layouts begin.
-            factors: Of the nodes that must be in them, descending.
+            may_be: The slow nodes that may be in them, the slowest first.
+            hidden: How many of these need not be in any.
         """
+        factors = np.array([self._slowdowns[node] for node in may_be[hidden:]], dtype=np.float64)
         ends = np.sort(self._layouts.num_nodes[others])[::-1].cumsum()
-        firsts = np.append(0, ends[ends < len(factors)])
-        layouts, slowest_of_each = distinct(others)[0], np.array(factors)[firsts]
+        firsts = np.append(0, ends)
+        layouts, slowest_of_each = distinct(others)[0], factors[firsts[firsts < len(factors)]]
         rows_of, idlest = first_least + layouts, self._layouts.idlest_ns[layouts]
-        least_ns = latest_with_slow_ns(table, rows, self._num_microbatches, rows_of, idlest, slowest_of_each)
+        least_ns = latest_with_slow_ns(
+            table,
+            rows,
+            self._num_microbatches,
+            rows_of,
+            self._layouts.single(layouts),
+            idlest,
+            slowest_of_each,
+            len(may_be),
+        )
+        if not len(factors):
+            return least_ns
         slow_ns = _NEVER
         for layout in layouts.tolist():
             slow_ns = min(slow_ns, self._least_finish_ns(layout, factors[0], len(rows) == 1))

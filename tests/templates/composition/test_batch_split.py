@@ -71,18 +71,37 @@ def test_a_round_takes_no_less_than_a_node_so_slow_makes_it(
     assert least_finish_ns(layout, factor, alone=alone) <= slowed_line(layout, more, alone=alone).finish_ns(1)
 
 
-def latest_at_least(layouts: Sequence[PipelineTemplate], factors: Sequence[float], num_microbatches: int) -> int:
-    """Return the bound where any of some pipelines, as many as there are factors, may have a node so slow."""
-    table = line_table([(least_line(each),) for each in layouts])
+def latest_at_least(
+    layouts: Sequence[PipelineTemplate], factors: Sequence[float], num_microbatches: int, most_slow: int
+) -> int:
+    """Return the bound where any of some pipelines, as many as there are factors or more, may have a node so slow."""
+    table = line_table([*((least_line(each),) for each in layouts), *(lines([each]) for each in layouts)])
     rows, idlest = np.arange(len(layouts)), np.array([idlest_ns(each) for each in layouts])
-    return latest_with_slow_ns(table, rows, num_microbatches, rows, idlest, np.array(factors))
+    bound = latest_with_slow_ns(
+        table, rows, num_microbatches, rows, len(rows) + rows, idlest, np.array(factors, dtype=np.float64), most_slow
+    )
+    assert isinstance(bound, int)
+    return bound
 
 
 def test_slow_nodes_cost_what_others_must_do_instead() -> None:
     """Three do 30 in 10 ms, or two of them 24 in 12 ms while one that is half as fast does 6; with two such, 16."""
     three = [template(1.0)] * 3
-    least = [latest_at_least(three, [2.0] * number, 30) / 1e6 for number in range(4)]
+    least = [latest_at_least(three, [2.0] * number, 30, number) / 1e6 for number in range(4)]
     assert least == pytest.approx([10, 12, 16, 20], abs=1e-4)
+
+
+def test_no_more_pipelines_gain_by_slow_nodes_than_there_are() -> None:
+    """One takes 2 ms and 11 ms a round; with a slow node it might do without the 2 ms, as far as the bound knows."""
+    busy, filling = template(11.0, 10.0).stages
+    layout = replace(template(11.0, 10.0), stages=(replace(busy, weights_ms=5.0), filling))
+    (line,), least = lines([layout]), least_line(layout)
+    assert least.slowest_ns == line.slowest_ns
+    assert least.fill_ns < line.fill_ns
+    # Rounds of two pipelines: as many by each, or, where one is done earlier, one more by that.
+    late, early = line.finish_ns(4), least.finish_ns(4)
+    assert [latest_at_least([layout] * 2, [], 8, number) for number in range(3)] == [late, late, early]
+    assert [latest_at_least([layout] * 2, [], 7, number) for number in range(2)] == [late, early]
 
 
 @settings(max_examples=60)
@@ -92,6 +111,7 @@ def test_with_slow_nodes_no_split_is_done_earlier_than_it_is_said(data: st.DataO
     kinds = [template(*each, sync_ms=2.0) for each in data.draw(st.lists(times_ms, min_size=1, max_size=2))]
     layouts = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
     factors = data.draw(st.lists(st.floats(1.0, 5.0), max_size=min(2, len(layouts))))
+    known = data.draw(st.integers(0, len(factors)))
     num_microbatches = data.draw(st.integers(len(layouts), 30))
     done: list[int] = []
     for slow in permutations(range(len(layouts)), len(factors)):
@@ -103,7 +123,7 @@ def test_with_slow_nodes_no_split_is_done_earlier_than_it_is_said(data: st.DataO
             lines_of = [(slowed_line(*each),) for each in zip(layouts, of, strict=True)]
             counts = split_microbatches(lines_of, num_microbatches)
             done.append(max(finish_ns(*each) for each in zip(lines_of, counts, strict=True)))
-    assert latest_at_least(layouts, factors, num_microbatches) <= min(done)
+    assert latest_at_least(layouts, factors[:known], num_microbatches, len(factors)) <= min(done)
 
 
 def splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import cluster_of
 from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.placement import Placer, Seats, Targets
 from resilient.templates.replan.replan import (
     first_candidate,
     first_plan,
@@ -241,6 +243,22 @@ def test_a_joiner_too_many_stands_by_and_nothing_is_copied() -> None:
     found = next(replan_candidates(problem, plan, range(3)))
     assert (found.kind, found.plan, found.copied_bytes) == ("keep", plan, 0)
     assert found.with_more_ms is not None
+
+
+def test_what_a_step_takes_with_all_nodes_is_found_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That eight nodes are faster without the slow one is known before any is in its place."""
+    problem = PlanningProblem(profile=profile([1.0] * 8), num_microbatches=32, failure_interval_s=NEVER_S)
+    plan, seats, placed = first_plan(problem, range(9)), Placer.seats, list[int]()
+
+    def place(placer: Placer, targets: Targets, *more: Any, **settings: Any) -> Seats:
+        found = seats(placer, targets, *more, **settings)
+        placed.append(len(found.nodes))
+        return found
+
+    monkeypatch.setattr(Placer, "seats", place)
+    found = next(replan_candidates(problem, plan, range(9), slowdowns={3: 30.0}))
+    assert (set(found.plan.nodes), found.step_ms, placed) == ({*range(9)} - {3}, 32.0, [8])
+    assert (found.with_more_ms, placed) == (240.0, [8, 9])
 
 
 def test_slow_nodes_share_what_they_can_where_none_may_stand_by() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from resilient.templates.composition import slow_nodes
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.replan.replan import prepare, templates_for
+from resilient.templates.replan import replan as replan_module
+from resilient.templates.replan.replan import first_plan, prepare, replan, templates_for
 from tests.templates.jobs import profile
 
 _SCRIPT = """
@@ -71,3 +72,14 @@ def test_where_slow_nodes_may_be_is_known_after_preparing(monkeypatch: pytest.Mo
         templates = templates_for(problem, num_fast + 2)
         found = slow_nodes.compose_with_slow(templates, num_fast, [3.0, 2.0], 13, 2, (0, 10**12))
         assert found is not None
+
+
+def test_whoever_stands_by_and_comes_or_goes_no_templates_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the nodes is lost, and more stand by: so few are left as smaller templates are for."""
+    problem = PlanningProblem(profile=profile([1.0] * 7), num_microbatches=32, min_pipeline_nodes=1)
+    prepare(problem, 21)
+    plan, live = first_plan(problem, range(21)), range(5, 21)
+    monkeypatch.delattr(replan_module, "plan_templates")
+    assert {*replan(problem, plan, live).nodes} == {*live}
+    slow = dict.fromkeys(live[-9:], 90.0)
+    assert {*replan(problem, plan, live, slowdowns=slow).nodes} == {*live[:-9]}
