@@ -309,7 +309,7 @@ class TemplateSet:
 
     Args:
         problem_digest: Of what they were computed for (:attr:`resilient.templates.plan.PlanningProblem.digest`).
-        layouts: By size, consecutive and ascending; each non-empty, by rising ``round_size``, then falling ``slowest_ms``.
+        layouts: By size, consecutive and ascending; each non-empty, by rising ``round_size``, falling ``slowest_ms``.
     """
 
     problem_digest: str

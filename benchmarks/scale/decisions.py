@@ -97,6 +97,15 @@ def _slow(num_nodes: int, num_slow: int, lost: float = 0, joined: float = 0) -> 
         yield lambda problem=problem, plan=plan, live=live, slow=slow: replan(problem, plan, live, slowdowns=slow)
 
 
+def _with_every_node(num_nodes: int, num_slow: int) -> Calls:
+    """What is said of nodes that stand by because a step is shorter without them, after it is decided."""
+    draw = random.Random(1)
+    for problem, plan, live in _waves(num_nodes, 0.1, 0.08):
+        slow = {node: draw.uniform(1.2, 6) for node in draw.sample(live, num_slow)}
+        candidate = next(replan_candidates(problem, plan, live, slowdowns=slow))
+        yield lambda candidate=candidate: candidate.with_more_ms
+
+
 def _slow_in_zones(num_nodes: int) -> Calls:
     draw = random.Random(1)
     for problem, plan, live in _waves(num_nodes, 0.1, 0.08):
@@ -178,6 +187,7 @@ CASES: dict[str, tuple[str, Callable[[int], Calls]]] = {
     "slow-wave": ("the same wave and sixteen slow nodes", lambda num_nodes: _slow(num_nodes, 16, 0.1, 0.08)),
     "slow-64": ("the same wave and 64 slow nodes", lambda num_nodes: _slow(num_nodes, 64, 0.1, 0.08)),
     "slow-100": ("the same wave and a hundred slow nodes", lambda num_nodes: _slow(num_nodes, 100, 0.1, 0.08)),
+    "every": ("what a step would take with every node, then", lambda num_nodes: _with_every_node(num_nodes, 100)),
     "slow-zones": ("the same wave, sixteen slow nodes and three zones", _slow_in_zones),
     "domains": ("replan, every state in one zone", _domains),
     "scarce": ("replan, a zone too small for all states", _scarce_domain),
