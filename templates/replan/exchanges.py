@@ -1,74 +1,163 @@
-"""The exchange of two nodes that spreads states most, or saves most. Import it where it is needed: it loads numba.
+"""Exchanges of nodes that spread states over failure domains. Import it where it is needed: it loads numba.
 
-Only one place of each kind with a node of each kind of each domain is looked at.
+States are bits of words here: of many states, few words tell which ones an exchange brings and takes away.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
+import numpy.typing as npt
 
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.common.compiled import compiled
 
-NONE = -1
-"""In place of a place: there is no such exchange."""
+_NONE = -1
+_BITS = 64
+# Numbers of a type of their own, which shifts fill with zeros: the lower bits of pairs, pairs of fours, fours of bytes.
+_PAIRS, _FOURS, _BYTES = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F)
+_ONE, _TWO, _FOUR, _BYTE = np.uint64(1), np.uint64(2), np.uint64(4), np.uint64(8)
+_MOST_ONES = np.uint64(127)
+
+Words = npt.NDArray[np.uint64]
 
 
-class PlaceExchanges(NamedTuple):
-    """A placement, and the exchanges of nodes between two of its places.
+@compiled
+def exchange(
+    needs: Flags,
+    wanted: int,
+    prices: Ints,
+    kinds: Ints,
+    node_kinds: Ints,
+    types: Ints,
+    domains: Ints,
+    counts: Ints,
+    chosen: Ints,
+) -> bool:
+    """Exchange two nodes, again and again, until no exchange makes it better; return whether there was one.
+
+    Better is what leaves less lacking, or as much and is cheaper.
 
     Args:
-        needs: Which states places of each kind need; those alone that may lack domains afterwards. [kinds of places,
-            states]
-        excess: How many domains more hold each state than should. [states]
-        worths: What a domain more is worth where one lacks, by state. [states]
+        needs: Which states places of each kind need. [kinds of places, states]
+        wanted: How many domains should hold each state.
         prices: What the copies cost that bring a node into a place. [kinds of places, kinds of nodes]
         kinds: The kind of each place.
-        nodes: The kind of the node in it.
-        domains: The domain of that.
-        counts: How many places of each domain need each state. [domains, states]
-        tries: The places of which one takes part.
-        places: The places with which it may.
+        node_kinds: The kind of each node.
+        types: The type of each node: those of one type have the same kind and domain.
+        domains: The domain of each node.
+        counts: How many places of each domain need each state; changed. [domains, states]
+        chosen: The node in each place; changed.
     """
-
-    needs: Flags
-    excess: Ints
-    worths: Ints
-    prices: Ints
-    kinds: Ints
-    nodes: Ints
-    domains: Ints
-    counts: Ints
-    tries: Ints
-    places: Ints
+    num_types, held_in = types.max() + 1, (counts > 0).sum(axis=0)
+    first = np.empty(len(needs) * num_types, dtype=np.int64)
+    is_made = False
+    while True:
+        # Of places of one kind with nodes of one type, one is looked at.
+        first[:] = _NONE
+        for place in range(len(chosen) - 1, -1, -1):
+            first[kinds[place] * num_types + types[chosen[place]]] = place
+        places = first[first != _NONE]
+        lacking = np.flatnonzero(held_in < wanted)
+        # One of the two that are exchanged holds a state that lacks domains, and the other is where it is missed.
+        holds, misses, pays = np.zeros((3, len(places)), dtype=np.bool_)
+        for index in range(len(places)):
+            kind, node = kinds[places[index]], chosen[places[index]]
+            pays[index] = prices[kind, node_kinds[node]] > 0
+            for state in lacking:
+                holds[index] |= needs[kind, state]
+                misses[index] |= counts[domains[node], state] == 0
+        tries = holds if holds.sum() <= misses.sum() else misses
+        for is_tried in (tries, pays):
+            order = np.concatenate((places[is_tried], places[~is_tried]))
+            if _exchanged(
+                needs, wanted, prices, kinds, node_kinds, domains, counts, held_in, chosen, order, is_tried.sum()
+            ):
+                is_made = True
+                break
+        else:
+            return is_made
 
 
 @compiled
-def to_spread(of: PlaceExchanges) -> tuple[int, int]:
-    """Return the two places whose exchange leaves least lacking, of these the cheapest; or :data:`NONE` twice."""
-    least, cheapest, first, second = 0, 0, NONE, NONE
-    for one in of.tries:
-        for other in of.places:
-            lacking = _more_lacking(of, one, other)
-            if lacking < least or (lacking == least and lacking < 0):
-                price = _more_expensive(of, one, other)
-                if lacking < least or price < cheapest or (price == cheapest and one < first):
-                    least, cheapest, first, second = lacking, price, one, other
-    return first, second
+def _exchanged(
+    needs: Flags,
+    wanted: int,
+    prices: Ints,
+    kinds: Ints,
+    node_kinds: Ints,
+    domains: Ints,
+    counts: Ints,
+    held_in: Ints,
+    chosen: Ints,
+    places: Ints,
+    num_tries: int,
+) -> bool:
+    """Make the best exchanges; return whether there were any.
 
+    The best partner of each place that is tried is found. Of these exchanges all are made that help as much against
+    what is lacking as the best one does, cheap ones first, as long as they still do after those before.
 
-@compiled
-def to_save(of: PlaceExchanges) -> tuple[int, int]:
-    """Return the two places whose exchange saves most and lets no more be lacking; the first of equally good ones."""
-    cheapest, first, second = 0, NONE, NONE
-    for one in of.tries:
-        for other in of.places:
-            price = _more_expensive(of, one, other)
-            if price < cheapest and _more_lacking(of, one, other) <= 0:
-                cheapest, first, second = price, one, other
-    return first, second
+    Args:
+        needs: As in :func:`exchange`.
+        wanted: Likewise.
+        prices: Likewise.
+        kinds: Likewise.
+        node_kinds: Likewise.
+        domains: Likewise.
+        counts: Likewise; changed. [domains, states]
+        held_in: In how many domains each state is; changed. [states]
+        chosen: The node in each place; changed.
+        places: Those that are looked at.
+        num_tries: One of the first ones takes part.
+    """
+    kind_of, nodes = kinds[places], chosen[places]
+    node_of, domain_of = node_kinds[nodes], domains[nodes]
+    need, empty, lone = _words(needs)[:, kind_of], _words(counts == 0)[:, domain_of], _words(counts == 1)[:, domain_of]
+    lacking, critical = _words((held_in < wanted).reshape(1, -1)), _words((held_in <= wanted).reshape(1, -1))
+    mores, partners, least, cheapest, paid = np.empty((5, len(places)), dtype=np.int64)
+    for place in range(len(places)):
+        paid[place] = prices[kind_of[place], node_of[place]]
+    for one in range(num_tries):
+        mores[:] = 0
+        for word in range(len(need)):
+            own, is_empty, is_lone = need[word, one], empty[word, one], lone[word, one]
+            short, tight = lacking[word, 0], critical[word, 0]
+            for other in range(one + 1, len(places)):
+                goes, comes = own & ~need[word, other], need[word, other] & ~own
+                opens = (goes & empty[word, other] & ~is_lone) | (comes & is_empty & ~lone[word, other])
+                closes = (goes & is_lone & ~empty[word, other]) | (comes & lone[word, other] & ~is_empty)
+                mores[other] += _num_ones(closes & tight) - _num_ones(opens & short)
+        partner, more, cost = _NONE, 0, 0
+        for other in range(one + 1, len(places)):
+            others = mores[other] if domain_of[one] != domain_of[other] else 0
+            if others > more:
+                continue
+            price = prices[kind_of[one], node_of[other]] + prices[kind_of[other], node_of[one]] - paid[one] - paid[other]
+            if others < more or price < cost:
+                partner, more, cost = other, others, price
+        partners[one], least[one], cheapest[one] = partner, more, cost
+    found = np.flatnonzero(partners[:num_tries] != _NONE)
+    if not len(found):
+        return False
+    most = least[found].min()
+    found = found[least[found] == most]
+    is_moved = np.zeros(len(places), dtype=np.bool_)
+    for one in found[np.argsort(cheapest[found], kind="mergesort")]:
+        other = partners[one]
+        if is_moved[one] or is_moved[other]:
+            continue
+        need_here, need_there = needs[kind_of[one]], needs[kind_of[other]]
+        here, there = domain_of[one], domain_of[other]
+        if here != there and _more_lacking(need_here, need_there, counts[here], counts[there], held_in - wanted) > most:
+            continue
+        for state in np.flatnonzero(need_here != need_there):
+            source, target = (here, there) if need_here[state] else (there, here)
+            counts[source, state] -= 1
+            held_in[state] += int(counts[target, state] == 0) - int(counts[source, state] == 0)
+            counts[target, state] += 1
+        chosen[places[one]], chosen[places[other]] = chosen[places[other]], chosen[places[one]]
+        is_moved[one] = is_moved[other] = True
+    return True
 
 
 @compiled
@@ -102,35 +191,41 @@ def sufficing(needs: Flags, kinds: Ints, domains: Ints, wanted: int) -> Ints:
 
 
 @compiled
-def _more_lacking(of: PlaceExchanges, one: int, other: int) -> int:
-    """Return how much more is lacking after an exchange."""
-    here, there, kind, other_kind = of.domains[one], of.domains[other], of.kinds[one], of.kinds[other]
+def _more_lacking(need: Flags, other_need: Flags, here: Ints, there: Ints, excess: Ints) -> int:
+    """Return how much more is lacking after an exchange of nodes between two places, in two domains.
+
+    Args:
+        need: Which states the one place needs. [states]
+        other_need: Which ones the other needs. [states]
+        here: How many nodes of the one node's domain hold each state. [states]
+        there: Likewise of the other's. [states]
+        excess: In how many more domains than should be each state is. [states]
+    """
     more = 0
-    if here == there or kind == other_kind:
-        return more
-    for state in range(len(of.excess)):
-        need = of.needs[kind, state]
-        if need == of.needs[other_kind, state]:
-            continue
-        # A state that just one of both needs comes to the other's domain; its own loses it with the last holder there.
-        source, target = (here, there) if need else (there, here)
-        change = int(of.counts[target, state] == 0) - int(of.counts[source, state] == 1)
-        if change:
-            before = of.excess[state]
-            more += (max(-before - change, 0) - max(-before, 0)) * of.worths[state]
+    for state in range(len(excess)):
+        if need[state] != other_need[state]:
+            source, target = (here, there) if need[state] else (there, here)
+            change = int(target[state] == 0) - int(source[state] == 1)
+            more += max(-excess[state] - change, 0) - max(-excess[state], 0)
     return more
 
 
 @compiled
-def _more_expensive(of: PlaceExchanges, one: int, other: int) -> int:
-    """Return how much more copies cost after an exchange."""
-    prices, kind, other_kind, node, other_node = (
-        of.prices,
-        of.kinds[one],
-        of.kinds[other],
-        of.nodes[one],
-        of.nodes[other],
-    )
-    return int(prices[kind, other_node] + prices[other_kind, node]) - int(
-        prices[kind, node] + prices[other_kind, other_node]
-    )
+def _num_ones(word: np.uint64) -> int:
+    word = word - ((word >> _ONE) & _PAIRS)
+    word = (word & _FOURS) + ((word >> _TWO) & _FOURS)
+    word = (word + (word >> _FOUR)) & _BYTES
+    word = word + (word >> _BYTE)
+    word = word + (word >> np.uint64(16))
+    return np.int64((word + (word >> np.uint64(32))) & _MOST_ONES)
+
+
+@compiled
+def _words(flags: Flags) -> Words:
+    """Return rows of flags as columns of words. [words, rows]"""
+    words = np.zeros((-(-flags.shape[1] // _BITS), len(flags)), dtype=np.uint64)
+    for row in range(len(flags)):
+        for number in range(flags.shape[1]):
+            if flags[row, number]:
+                words[number // _BITS, row] |= _ONE << np.uint64(number % _BITS)
+    return words

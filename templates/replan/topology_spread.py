@@ -9,16 +9,12 @@ Places and nodes of one kind and domain are as good as each other, so only one o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.replan.assigning.assignment import FORBIDDEN, assign
-
-if TYPE_CHECKING:
-    from resilient.templates.replan.exchanges import PlaceExchanges
 
 _FEW_NODES = 64
 _NONE = -1
@@ -82,10 +78,7 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int) -> In
 
 class _Search:
     def __init__(self, kinds: Kinds, domains: Ints, wanted: int) -> None:
-        numbers: dict[bytes, int] = {}  # of states, by who needs them
-        alike = [numbers.setdefault(column.tobytes(), len(numbers)) for column in kinds.needs.T.copy()]
-        self._weights = np.bincount(alike)
-        self._needs = np.ascontiguousarray(kinds.needs[:, [alike.index(number) for number in range(len(numbers))]])
+        self._needs = kinds.needs
         self._prices, self._places, self._nodes = kinds.prices, kinds.places, kinds.nodes
         self._domains, self._wanted = domains, wanted
         # Nodes of one type are as good as each other.
@@ -101,20 +94,25 @@ class _Search:
 
     def least_lacking(self) -> int:
         """Return what is lacking at least: nodes of a domain can hold no more than the places that need most."""
-        num_states, num_nodes = int(self._weights.sum()), np.bincount(self._domains)
-        most_first = np.sort((self._needs @ self._weights)[self._places])[::-1]
+        num_states, num_nodes = self._needs.shape[1], np.bincount(self._domains)
+        most_first = np.sort(self._needs.sum(axis=1)[self._places])[::-1]
         held = np.minimum(np.append(0, most_first.cumsum())[num_nodes], num_states)
         return max(0, self._wanted * num_states - int(held.sum()))
 
     def improve(self, start: Ints) -> Ints:
         """Return a placement that no exchange makes better."""
         chosen = start.copy()
-        while self._exchange_to_spread(chosen):
-            pass
+        self._exchange(chosen)
         chosen = self._cheapest(chosen)
-        while self._exchange_to_save(chosen):
+        while self._exchange(chosen):
             chosen = self._cheapest(chosen)
         return chosen
+
+    def _exchange(self, chosen: Ints) -> bool:
+        from resilient.templates.replan.exchanges import exchange
+
+        kinds = self._places, self._nodes, self._node_types
+        return exchange(self._needs, self._wanted, self._prices, *kinds, self._domains, self._counts(chosen), chosen)
 
     def _paid(self, chosen: Ints) -> Ints:
         """Return what copies cost. [places]"""
@@ -124,7 +122,7 @@ class _Search:
         return _counts(self._needs, self._places, self._domains[chosen])
 
     def _lacking(self, held_in: Ints) -> Ints:
-        return np.maximum(self._wanted - held_in, 0) * self._weights
+        return np.maximum(self._wanted - held_in, 0)
 
     def _different(self, chosen: Ints) -> Ints:
         """Return a place of each kind with a node of each kind of each domain."""
@@ -133,20 +131,6 @@ class _Search:
         first[pairs[::-1]] = np.arange(len(pairs))[::-1]
         return first[first != _NONE]
 
-    def _to_spread(self, chosen: Ints, counts: Ints, places: Ints) -> Ints:
-        """Return those of the places one of which takes part in each exchange that helps: the fewer of both sides'."""
-        lacking = self._lacking((counts > 0).sum(axis=0)) > 0
-        holding = np.flatnonzero(self._needs[self._places[places]][:, lacking].any(axis=1))
-        missed = np.flatnonzero((counts[self._domains[chosen[places]]][:, lacking] == 0).any(axis=1))
-        return places[min(holding, missed, key=len)]
-
-    def _exchange_to_spread(self, chosen: Ints) -> bool:
-        """Make the exchange after which least is lacking, of these the cheapest; return whether there was one."""
-        from resilient.templates.replan.exchanges import to_spread
-
-        counts, different = self._counts(chosen), self._different(chosen)
-        return self._exchange(to_spread, chosen, counts, self._to_spread(chosen, counts, different), different)
-
     def _cheapest(self, chosen: Ints) -> Ints:
         """Return the cheapest placement of those in which no state is in fewer of the domains that it is to be in."""
         prices, kept = self._type_prices, self._kept(chosen)
@@ -154,7 +138,7 @@ class _Search:
         theirs = np.where(own, prices[self._places[kept]], FORBIDDEN)
         place_kinds = self._places.copy()
         place_kinds[kept] = len(prices) + np.arange(len(kept))
-        found = assign(np.concatenate((prices, theirs)), place_kinds, self._node_types)
+        found = assign(np.concatenate((prices, theirs)), place_kinds, self._node_types, start=chosen)
         assert found is not None
         return found
 
@@ -166,44 +150,6 @@ class _Search:
         different = different[np.argsort(self._paid(chosen)[different], kind="stable")]
         domains = self._domains[chosen[different]]
         return different[sufficing(self._needs, self._places[different], domains, self._wanted)]
-
-    def _exchange_to_save(self, chosen: Ints) -> bool:
-        """Make the exchange that saves most without adding to what is lacking; return whether there was one."""
-        from resilient.templates.replan.exchanges import to_save
-
-        counts, different = self._counts(chosen), self._different(chosen)
-        return self._exchange(to_save, chosen, counts, different[self._paid(chosen)[different] > 0], different)
-
-    def _exchange(
-        self,
-        best: Callable[[PlaceExchanges], tuple[int, int]],
-        chosen: Ints,
-        counts: Ints,
-        tries: Ints,
-        different: Ints,
-    ) -> bool:
-        from resilient.templates.replan.exchanges import NONE, PlaceExchanges
-
-        excess = (counts > 0).sum(axis=0) - self._wanted
-        critical = np.flatnonzero(excess <= 0)  # others lack nothing, whichever two nodes are exchanged
-        one, other = best(
-            PlaceExchanges(
-                needs=np.ascontiguousarray(self._needs[:, critical]),
-                excess=excess[critical],
-                worths=self._weights[critical],
-                prices=self._prices,
-                kinds=self._places,
-                nodes=self._nodes[chosen],
-                domains=self._domains[chosen],
-                counts=np.ascontiguousarray(counts[:, critical]),
-                tries=tries,
-                places=different,
-            )
-        )
-        if one == NONE:
-            return False
-        chosen[[one, other]] = chosen[[other, one]]
-        return True
 
 
 def _counts(needs: Flags, places: Ints, domains: Ints) -> Ints:

@@ -21,12 +21,19 @@ if TYPE_CHECKING:  # it loads numba, and most processes that import the planner 
 FORBIDDEN = -1
 """The price of a pair that must not be."""
 
+_NOTHING = np.empty(0, dtype=np.int64)
 _MOST_LEARNT = 4
 """So many of the last bounds that were learnt are looked at."""
 
 
 def assign(
-    prices: Ints, place_kinds: Ints, node_kinds: Ints, place_groups: Ints | None = None, node_groups: Ints | None = None
+    prices: Ints,
+    place_kinds: Ints,
+    node_kinds: Ints,
+    place_groups: Ints | None = None,
+    node_groups: Ints | None = None,
+    *,
+    start: Ints = _NOTHING,
 ) -> Ints | None:
     """Return the index of each place's node in the cheapest one-to-one assignment; None where none is allowed.
 
@@ -39,13 +46,15 @@ def assign(
         node_kinds: The kind of each node, at least as many as places. [nodes]
         place_groups: The group of each place, negative where it is in none; none at all by default. [places]
         node_groups: Likewise. [nodes]
+        start: The index of each place's node in an assignment that is cheap already, where there is one: from there it
+            is not far. [places]
     """
     # Imported late: it loads numba, and most processes that import the planner never assign.
     from resilient.templates.replan.assigning.assignment_loops import NO_GROUP, cheapest
 
     if place_groups is None or node_groups is None:
         place_groups, node_groups = (np.full(len(kinds), NO_GROUP) for kinds in (place_kinds, node_kinds))
-    chosen = cheapest(np.ascontiguousarray(prices), place_kinds, node_kinds, place_groups, node_groups)
+    chosen = cheapest(np.ascontiguousarray(prices), place_kinds, node_kinds, place_groups, node_groups, start)
     return chosen if len(chosen) == len(place_kinds) else None
 
 

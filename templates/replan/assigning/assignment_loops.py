@@ -58,7 +58,9 @@ class _Arcs(NamedTuple):
 
 
 @compiled
-def cheapest(prices: Ints, place_kinds: Ints, node_kinds: Ints, place_groups: Ints, node_groups: Ints) -> Ints:
+def cheapest(
+    prices: Ints, place_kinds: Ints, node_kinds: Ints, place_groups: Ints, node_groups: Ints, start: Ints
+) -> Ints:
     """Return the node in each place, as :func:`.assign` says; nothing where no assignment is allowed.
 
     Args:
@@ -67,6 +69,7 @@ def cheapest(prices: Ints, place_kinds: Ints, node_kinds: Ints, place_groups: In
         node_kinds: Likewise.
         place_groups: Likewise.
         node_groups: Likewise.
+        start: Likewise; empty for none.
     """
     num_places, num_kinds = prices.shape
     common = _common(place_groups, node_groups)
@@ -81,7 +84,10 @@ def cheapest(prices: Ints, place_kinds: Ints, node_kinds: Ints, place_groups: In
     supply[first_place:-1] = -np.diff(places.first)
     supply[-1] = len(place_kinds) - len(node_kinds)
     basis = _first_basis(arcs, supply, nodes, places, first_place)
-    _hang_kinds(arcs, supply, basis, first_kind, first_place)
+    used = np.zeros(prices.shape, dtype=np.bool_)
+    for place in range(len(start)):
+        used[place_kinds[place], node_kinds[start[place]]] = True
+    _hang_kinds(arcs, supply, basis, first_kind, first_place, used)
     flow = flow_from(arcs.tails, arcs.heads, arcs.costs, supply, basis)
     chosen = np.empty(len(place_kinds), dtype=np.int64)
     if not flow.is_whole:
@@ -270,7 +276,7 @@ def _first_basis(arcs: _Arcs, supply: Ints, nodes: _Types, places: _Types, first
 
 
 @compiled
-def _hang_kinds(arcs: _Arcs, supply: Ints, basis: Ints, first_kind: int, first_place: int) -> None:
+def _hang_kinds(arcs: _Arcs, supply: Ints, basis: Ints, first_kind: int, first_place: int, used: Flags) -> None:
     """Put the cheapest flow from kind to kind, of what does not stay in its group, into the first basis.
 
     Little is left to do then: whenever it shows later what a kind is worth, its many types are to be hung anew.
@@ -283,9 +289,31 @@ def _hang_kinds(arcs: _Arcs, supply: Ints, basis: Ints, first_kind: int, first_p
                 left[arcs.heads[arc] if arcs.tails[arc] == node else arcs.tails[arc]] += left[node]
     tails, heads = arcs.tails[: arcs.num_of_kinds] - first_kind, arcs.heads[: arcs.num_of_kinds] - first_kind
     of_kinds = np.append(left[first_kind:first_place], left[nowhere])
-    no_basis = np.full(num_kinds + 1, _NONE)
-    flow = flow_from(tails, np.minimum(heads, num_kinds), arcs.costs[: arcs.num_of_kinds], of_kinds, no_basis)
+    likely = _sent_over(tails[: arcs.num_pairs], heads[: arcs.num_pairs], of_kinds, used)
+    flow = flow_from(tails, np.minimum(heads, num_kinds), arcs.costs[: arcs.num_of_kinds], of_kinds, likely)
     basis[first_kind:first_place], basis[nowhere] = flow.basis[:-1], flow.basis[-1]
+
+
+@compiled
+def _sent_over(tails: Ints, heads: Ints, supply: Ints, used: Flags) -> Ints:
+    """Return the basis of the flow that sends what it can from kind to kind over the arcs that are used.
+
+    Args:
+        tails: Where arcs begin.
+        heads: Where they end.
+        supply: Of each node, negative where it takes.
+        used: Whether the arc between two kinds is. [kinds of places, kinds of nodes]
+    """
+    basis, left = np.full(len(supply), _NONE), supply.copy()
+    for arc in range(len(tails)):
+        tail, head = tails[arc], heads[arc]
+        if used[head - used.shape[1], tail] and left[tail] > 0 and left[head] < 0:
+            sent = min(left[tail], -left[head])
+            # What gives all that it has left hangs on what takes it, or that on it.
+            basis[tail if sent == left[tail] else head] = arc
+            left[tail] -= sent
+            left[head] += sent
+    return basis
 
 
 @compiled
