@@ -161,7 +161,7 @@ def _exchanged(
 
 
 @compiled
-def sufficing(needs: Flags, kinds: Ints, domains: Ints, wanted: int) -> Ints:
+def sufficing(needs: Flags, kinds: Ints, domains: Ints, wanted: int, held: Flags) -> Ints:
     """Return the first places that bring each state into enough domains, or into all that it can be in.
 
     Args:
@@ -169,10 +169,9 @@ def sufficing(needs: Flags, kinds: Ints, domains: Ints, wanted: int) -> Ints:
         kinds: The kind of each place.
         domains: The domain of the node in it.
         wanted: How many domains should hold each state.
+        held: Which ones each domain holds without them; changed. [domains, states]
     """
-    num_states = needs.shape[1]
-    held = np.zeros((domains.max() + 1, num_states), dtype=np.bool_)
-    held_in = np.zeros(num_states, dtype=np.int64)
+    num_states, held_in = needs.shape[1], held.sum(axis=0)
     found, number = np.empty(len(kinds), dtype=np.int64), 0
     for place in range(len(kinds)):
         kind, domain, suffices = kinds[place], domains[place], True

@@ -110,9 +110,17 @@ class Placer:
         plan: What the nodes hold; without pipelines where they hold nothing.
         nodes: The live nodes. Of equally good ones earlier ones are taken first.
         domains: Label of the failure domain (zone, rack) of nodes; a node without one shares its fate with no other.
+        slow: Those of the nodes that had better be where nothing but domains would have them.
     """
 
-    def __init__(self, problem: PlanningProblem, plan: Plan, nodes: Sequence[int], domains: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        plan: Plan,
+        nodes: Sequence[int],
+        domains: Mapping[int, str],
+        slow: Collection[int] = (),
+    ) -> None:
         self._nodes: Ints = np.array(nodes, dtype=np.int64)
         self._holdings = StateResidency(problem.profile)
         layouts = [self._holdings.number(pipeline.template) for pipeline in plan.pipelines]
@@ -141,6 +149,7 @@ class Placer:
         self._domains = np.array([numbers[label] for label in labels])
         # Nodes of one pipeline never hold the same, so that domains of one node each lack nothing.
         self._wanted_domains = min(problem.max_failures + 1, len(numbers))
+        self._slow = self._indices(slow)
         self._bounds = AmountBounds()
         self._known_needs: dict[int, tuple[Targets, _Needs]] = {}
         self._known_received: Ints = np.empty((0, len(self._has)), dtype=np.int64)
@@ -372,7 +381,9 @@ class Placer:
         prices = np.concatenate((self._prices(needed.parts), np.zeros((1, len(self._has)), dtype=np.int64)))
         place_kinds = np.append(place_kinds, np.full(len(left_out), len(needed.parts)))
         kinds = Kinds(needs, prices, place_kinds, self._node_kinds)
-        chosen = spread_domains(kinds, np.append(chosen, left_out), self._domains, self._wanted_domains)
+        chosen = np.append(chosen, left_out)
+        settled = np.flatnonzero(np.isin(chosen, self._slow))
+        chosen = spread_domains(kinds, chosen, self._domains, self._wanted_domains, settled)
         lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
         return chosen[: len(needed.kinds)], lacking
 

@@ -42,7 +42,7 @@ from resilient.templates.replan.way import (
     StepBounds,
     Way,
     WayCost,
-    fastest_ms,
+    soon_known_ms,
     takes_at_most,
 )
 from resilient.templates.search.template_sizes import TooFewNodes
@@ -112,7 +112,7 @@ class Situation:
         self._factors = np.array([slowdowns.get(node, 1.0) for node in live], dtype=np.float64)
         slow = [live[index] for index in np.flatnonzero(self._factors > 1).tolist()]
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
-        self._placer = Placer(problem, self._plan, live, domains)
+        self._placer = Placer(problem, self._plan, live, domains, slow)
         self._left, self._slowed = cache(self._placer.left), cache(self._slowed_line)
         self._bounds = StepBounds(self._layouts, self._plan, live, slowdowns, problem.num_microbatches, self._slowed)
 
@@ -131,7 +131,7 @@ class Situation:
         for number in numbers:
             found.extend(self._distinct(self._changes(number), seen))
         for number in self._numbers_mixed() if self._slowest_first else ():
-            within = self._least_ns(most), nanoseconds(fastest_ms(found)) - 1
+            within = self._least_ns(most), nanoseconds(soon_known_ms(found)) - 1
             mixed = self._mixed(self._slowest_first[:number], within) if within[0] <= within[1] else None
             found.extend(self._distinct([mixed] if mixed else [], set()))
         with_most = [way for way in found if way.num_nodes == most]

@@ -9,6 +9,7 @@ Places and nodes of one kind and domain are as good as each other, so only one o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +51,7 @@ def lacking_domains(needs: Flags, places: Ints, domains: Ints, wanted: int) -> i
     return int(np.maximum(wanted - held_in, 0).sum())
 
 
-def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int) -> Ints:
+def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, settled: Sequence[int] = ()) -> Ints:
     """Make states held in enough domains, where exchanges of nodes can, and copying cheap after that.
 
     A placement that lacks nothing is returned as it is. Otherwise exchanges start from it; where they leave more
@@ -62,27 +63,53 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int) -> In
         chosen: Index of the node in each place. [places]
         domains: Number of the domain of each node. [nodes]
         wanted: How many domains should hold each state.
+        settled: Places that keep their nodes, unless something is lacking then.
 
     Returns:
         The index of the node in each place.
     """
     if not lacking_domains(kinds.needs, kinds.places, domains[chosen], wanted):
         return chosen
-    search = _Search(kinds, domains, wanted)
-    found = [search.improve(chosen)]
-    if search.worth(found[0])[0] > search.least_lacking() or len(domains) <= _FEW_NODES:
-        starts = np.argsort(domains, kind="stable"), np.argsort(-domains, kind="stable")
+    every = np.arange(len(chosen))
+    if len(settled):
+        found = _spread(kinds, chosen, domains, wanted, np.delete(every, settled))
+        if not lacking_domains(kinds.needs, kinds.places, domains[found], wanted):
+            return found
+    return _spread(kinds, chosen, domains, wanted, every)
+
+
+def _spread(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, movable: Ints) -> Ints:
+    """Return :func:`spread_domains`; only some places exchange their nodes."""
+    of_others = _counts(kinds.needs, kinds.places, domains[chosen])
+    nodes = np.sort(chosen[movable])
+    theirs = kinds._replace(places=kinds.places[movable], nodes=kinds.nodes[nodes])
+    of_others -= _counts(kinds.needs, theirs.places, domains[chosen[movable]], len(of_others))
+    search = _Search(theirs, domains[nodes], wanted, of_others)
+    found = [search.improve(np.searchsorted(nodes, chosen[movable]))]
+    if search.worth(found[0])[0] > search.least_lacking() or len(chosen) <= _FEW_NODES:
+        starts = np.argsort(domains[nodes], kind="stable"), np.argsort(-domains[nodes], kind="stable")
         found.extend(map(search.improve, starts))
-    return min(found, key=search.worth)
+    spread = chosen.copy()
+    spread[movable] = nodes[min(found, key=search.worth)]
+    return spread
 
 
 class _Search:
-    def __init__(self, kinds: Kinds, domains: Ints, wanted: int) -> None:
-        self._needs = kinds.needs
+    """Placements of some nodes.
+
+    Args:
+        kinds: Their places, and they.
+        domains: The domain of each. [nodes]
+        wanted: How many domains should hold each state.
+        of_others: How many other places of each domain need each state. [domains, states]
+    """
+
+    def __init__(self, kinds: Kinds, domains: Ints, wanted: int, of_others: Ints) -> None:
+        self._needs, self._of_others = kinds.needs, of_others
         self._prices, self._places, self._nodes = kinds.prices, kinds.places, kinds.nodes
         self._domains, self._wanted = domains, wanted
         # Nodes of one type are as good as each other.
-        num_domains = int(domains.max()) + 1
+        num_domains = len(of_others)
         types, self._node_types = np.unique(kinds.nodes * num_domains + domains, return_inverse=True)
         node_kinds, self._type_domains = np.divmod(types, num_domains)
         self._type_prices = kinds.prices[:, node_kinds]
@@ -94,9 +121,10 @@ class _Search:
 
     def least_lacking(self) -> int:
         """Return what is lacking at least: nodes of a domain can hold no more than the places that need most."""
-        num_states, num_nodes = self._needs.shape[1], np.bincount(self._domains)
+        num_states, num_nodes = self._needs.shape[1], np.bincount(self._domains, minlength=len(self._of_others))
         most_first = np.sort(self._needs.sum(axis=1)[self._places])[::-1]
-        held = np.minimum(np.append(0, most_first.cumsum())[num_nodes], num_states)
+        by_others = (self._of_others > 0).sum(axis=1)
+        held = np.minimum(np.append(0, most_first.cumsum())[num_nodes] + by_others, num_states)
         return max(0, self._wanted * num_states - int(held.sum()))
 
     def improve(self, start: Ints) -> Ints:
@@ -119,7 +147,7 @@ class _Search:
         return self._prices[self._places, self._nodes[chosen]]
 
     def _counts(self, chosen: Ints) -> Ints:
-        return _counts(self._needs, self._places, self._domains[chosen])
+        return self._of_others + _counts(self._needs, self._places, self._domains[chosen], len(self._of_others))
 
     def _lacking(self, held_in: Ints) -> Ints:
         return np.maximum(self._wanted - held_in, 0)
@@ -149,12 +177,12 @@ class _Search:
         different = self._different(chosen)
         different = different[np.argsort(self._paid(chosen)[different], kind="stable")]
         domains = self._domains[chosen[different]]
-        return different[sufficing(self._needs, self._places[different], domains, self._wanted)]
+        return different[sufficing(self._needs, self._places[different], domains, self._wanted, self._of_others > 0)]
 
 
-def _counts(needs: Flags, places: Ints, domains: Ints) -> Ints:
-    """Return how many places of each domain need each state. [domains, states]"""
-    num_domains, num_kinds = int(domains.max()) + 1, len(needs)
+def _counts(needs: Flags, places: Ints, domains: Ints, num_domains: int = 0) -> Ints:
+    """Return how many places of each domain need each state; of all that there are by default. [domains, states]"""
+    num_domains, num_kinds = num_domains or int(domains.max()) + 1, len(needs)
     kinds = np.bincount(domains * num_kinds + places, minlength=num_domains * num_kinds)
     # As floats, whole numbers too: those are multiplied many times faster.
     return (kinds.reshape(num_domains, num_kinds).astype(np.float64) @ needs).astype(np.int64)

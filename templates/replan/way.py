@@ -282,6 +282,12 @@ def fastest_ms(ways: Iterable[Way]) -> float:
     return found
 
 
+def soon_known_ms(ways: Iterable[Way]) -> float:
+    """Return the shortest step of those ways that it is known of, and of the likeliest one to have it."""
+    likely = _likely_first(ways)
+    return min(likely[0].step_ms, *(way.step_ms for way in likely if way.is_known))
+
+
 def _likely_first(ways: Iterable[Way]) -> list[Way]:
     """Return some ways by their bounds.
 
