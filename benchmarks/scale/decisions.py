@@ -60,9 +60,11 @@ def _problem(num_nodes: int, devices: int = 8, smallest: int = 6) -> PlanningPro
     return job(96, devices, num_microbatches=num_nodes, max_failures=1, min_pipeline_nodes=smallest)
 
 
-def _waves(num_nodes: int, lost: float, joined: float) -> Iterator[tuple[PlanningProblem, Plan, list[int]]]:
+def _waves(
+    num_nodes: int, lost: float, joined: float, problem: PlanningProblem | None = None
+) -> Iterator[tuple[PlanningProblem, Plan, list[int]]]:
     """Yield a plan and the nodes after a part of them was lost and others joined, again and again."""
-    problem, draw = _problem(num_nodes), random.Random(0)
+    problem, draw = problem or _problem(num_nodes), random.Random(0)
     live, following = list(range(num_nodes)), num_nodes
     prepare(problem, num_nodes)
     plan = first_plan(problem, live)
@@ -116,11 +118,21 @@ def _slow_in_zones(num_nodes: int) -> Calls:
         )
 
 
-def _domains(num_nodes: int) -> Calls:
+def _domains(num_nodes: int, problem: PlanningProblem | None = None, num_slow: int = 0) -> Calls:
     """Each place of the pipelines in a zone of its own: every state is in one zone alone."""
-    for problem, plan, live in _waves(num_nodes, 0.01, 0.008):
+    draw = random.Random(1)
+    for given, plan, live in _waves(num_nodes, 0.01, 0.008, problem):
+        slow = {node: draw.uniform(1.2, 6) for node in draw.sample(live, num_slow)}
         zones = {node: f"zone{place % 16}" for each in plan.pipelines for place, node in enumerate(each.nodes)}
-        yield lambda problem=problem, plan=plan, live=live, zones=zones: replan(problem, plan, live, domains=zones)
+        yield lambda problem=given, plan=plan, live=live, slow=slow, zones=zones: replan(
+            problem, plan, live, domains=zones, slowdowns=slow
+        )
+
+
+def _four_domains(num_nodes: int) -> Calls:
+    """Every state is to be in four of them, and slow nodes had better stay where they are."""
+    problem = job(96, 8, num_microbatches=num_nodes // 2, max_failures=3, min_pipeline_nodes=16)
+    yield from _domains(num_nodes, problem, num_slow=4)
 
 
 def _scarce_domain(num_nodes: int) -> Calls:
@@ -190,6 +202,7 @@ CASES: dict[str, tuple[str, Callable[[int], Calls]]] = {
     "every": ("what a step would take with every node, then", lambda num_nodes: _with_every_node(num_nodes, 100)),
     "slow-zones": ("the same wave, sixteen slow nodes and three zones", _slow_in_zones),
     "domains": ("replan, every state in one zone", _domains),
+    "domains-4": ("the same with f = 3, pipelines of 16 and four slow", _four_domains),
     "scarce": ("replan, a zone too small for all states", _scarce_domain),
     "compose": ("composition", lambda num_nodes: _composition(num_nodes, 4 * num_nodes)),
     "limited": ("composition, half as many microbatches as nodes", lambda nodes: _composition(nodes, nodes // 2)),

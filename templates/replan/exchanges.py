@@ -132,7 +132,9 @@ def _exchanged(
             others = mores[other] if domain_of[one] != domain_of[other] else 0
             if others > more:
                 continue
-            price = prices[kind_of[one], node_of[other]] + prices[kind_of[other], node_of[one]] - paid[one] - paid[other]
+            price = (
+                prices[kind_of[one], node_of[other]] + prices[kind_of[other], node_of[one]] - paid[one] - paid[other]
+            )
             if others < more or price < cost:
                 partner, more, cost = other, others, price
         partners[one], least[one], cheapest[one] = partner, more, cost

@@ -22,7 +22,7 @@ from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assigning.assignment import FORBIDDEN, AmountBounds, assign
 from resilient.templates.replan.repair import NEW
 from resilient.templates.replan.state_residency import EMPTY, StateResidency
-from resilient.templates.replan.topology_spread import Kinds, lacking_domains, spread_domains
+from resilient.templates.replan.topology_spread import FailureDomains, Kinds
 from resilient.templates.template import PipelineTemplate
 
 _FREE = -1
@@ -109,18 +109,10 @@ class Placer:
         problem: The job.
         plan: What the nodes hold; without pipelines where they hold nothing.
         nodes: The live nodes. Of equally good ones earlier ones are taken first.
-        domains: Label of the failure domain (zone, rack) of nodes; a node without one shares its fate with no other.
-        slow: Those of the nodes that had better be where nothing but domains would have them.
+        domains: Their failure domains.
     """
 
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        plan: Plan,
-        nodes: Sequence[int],
-        domains: Mapping[int, str],
-        slow: Collection[int] = (),
-    ) -> None:
+    def __init__(self, problem: PlanningProblem, plan: Plan, nodes: Sequence[int], domains: FailureDomains) -> None:
         self._nodes: Ints = np.array(nodes, dtype=np.int64)
         self._holdings = StateResidency(problem.profile)
         layouts = [self._holdings.number(pipeline.template) for pipeline in plan.pipelines]
@@ -144,12 +136,7 @@ class Placer:
         same = [self._same.setdefault(layout.tobytes(), len(self._same)) for layout in layouts]
         self._most_complete_first = np.argsort(lost, kind="stable")
         self._same_first = np.array(same, dtype=np.int64)[self._most_complete_first]
-        labels: list[str | int] = [domains.get(node, node) for node in nodes] if domains else []
-        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-        self._domains = np.array([numbers[label] for label in labels])
-        # Nodes of one pipeline never hold the same, so that domains of one node each lack nothing.
-        self._wanted_domains = min(problem.max_failures + 1, len(numbers))
-        self._slow = self._indices(slow)
+        self._domains = domains
         self._bounds = AmountBounds()
         self._known_needs: dict[int, tuple[Targets, _Needs]] = {}
         self._known_received: Ints = np.empty((0, len(self._has)), dtype=np.int64)
@@ -235,10 +222,11 @@ class Placer:
         self._fill(chosen, barred, needs, np.repeat(continued, sizes))
         settled = self._whole(chosen, needs, sizes) if keeps_whole else np.zeros(len(needed), dtype=np.bool_)
         settled[list(pinned or ())] = True
-        chosen = self._balanced(chosen, barred, needs, np.repeat(continued, sizes), settled)
-        lacking = 0
-        if self._wanted_domains:
-            chosen, lacking = self._spread(chosen, needs)
+        if not self._lacking(chosen, needs):  # exchanges between domains would not keep it
+            chosen = self._balanced(chosen, barred, needs, np.repeat(continued, sizes), settled)
+        if lacking := self._lacking(chosen, needs):
+            chosen = self._spread(chosen, needs)
+            lacking = self._lacking(chosen, needs)
         return Seats(chosen, needs, lacking)
 
     def copy_bounds(self, targets: Targets, without: Collection[int] = ()) -> tuple[Callable[[], tuple[int, int]], ...]:
@@ -247,7 +235,7 @@ class Placer:
         Returns:
             What tells them, from what is soon told to the highest.
         """
-        if self._wanted_domains:
+        if self._domains.wanted:
             without = ()  # nodes that stand by may take a place
         asked, bounds = cache(lambda: self._asked(targets, without)), self._bounds
         return tuple(lambda of=of: of(*asked()) for of in (bounds.asked, bounds.learnt, bounds.least))
@@ -368,24 +356,26 @@ class Placer:
         free[barred] = False
         return np.flatnonzero(free)
 
-    def _spread(self, chosen: Ints, needed: _Needs) -> tuple[Ints, int]:
-        """Return the placement after exchanges between domains, and what it still lacks."""
-        place_kinds = needed.kinds
-        needs = self._holdings.states(needed.parts)[:, self._holdings.state_bytes > 0]
-        lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
-        if not lacking:
-            return chosen, 0
+    def _lacking(self, chosen: Ints, needed: _Needs) -> int:
+        """Return in how many more failure domains states should be held, summed over the states."""
+        if not self._domains.wanted:
+            return 0
+        return self._domains.lacking(self._states(needed), needed.kinds, chosen)
+
+    def _spread(self, chosen: Ints, needed: _Needs) -> Ints:
+        """Return the placement after exchanges between domains."""
         # Places that need nothing stand for the nodes that are left out.
-        left_out = self._left(chosen, _NOBODY)
+        left_out, nothing = self._left(chosen, _NOBODY), np.zeros((1, len(self._has)), dtype=np.int64)
+        needs = self._states(needed)
         needs = np.concatenate((needs, np.zeros_like(needs[:1])))
-        prices = np.concatenate((self._prices(needed.parts), np.zeros((1, len(self._has)), dtype=np.int64)))
-        place_kinds = np.append(place_kinds, np.full(len(left_out), len(needed.parts)))
+        prices = np.concatenate((self._prices(needed.parts), nothing))
+        place_kinds = np.append(needed.kinds, np.full(len(left_out), len(needed.parts)))
         kinds = Kinds(needs, prices, place_kinds, self._node_kinds)
-        chosen = np.append(chosen, left_out)
-        settled = np.flatnonzero(np.isin(chosen, self._slow))
-        chosen = spread_domains(kinds, chosen, self._domains, self._wanted_domains, settled)
-        lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
-        return chosen[: len(needed.kinds)], lacking
+        return self._domains.spread(kinds, np.append(chosen, left_out))[: len(chosen)]
+
+    def _states(self, needed: _Needs) -> Flags:
+        """Return which states the parts need. [parts, states]"""
+        return self._holdings.states(needed.parts)[:, self._holdings.state_bytes > 0]
 
     def _volume(self, chosen: Ints, needs: _Needs) -> tuple[int, int]:
         """Return what is copied between nodes: all of it, and the most that one node receives or sends."""

@@ -36,6 +36,7 @@ from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.layout_choices import LayoutChoices, with_templates_of
 from resilient.templates.replan.placement import Placer, Seats, Targets
 from resilient.templates.replan.repair import NEW, repairs
+from resilient.templates.replan.topology_spread import FailureDomains
 from resilient.templates.replan.way import (
     CandidateKind,
     ReplanCandidate,
@@ -43,7 +44,6 @@ from resilient.templates.replan.way import (
     Way,
     WayCost,
     soon_known_ms,
-    takes_at_most,
 )
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import TemplateSet
@@ -112,7 +112,8 @@ class Situation:
         self._factors = np.array([slowdowns.get(node, 1.0) for node in live], dtype=np.float64)
         slow = [live[index] for index in np.flatnonzero(self._factors > 1).tolist()]
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
-        self._placer = Placer(problem, self._plan, live, domains, slow)
+        failure_domains = FailureDomains(live, domains, problem.max_failures + 1, slow)
+        self._placer = Placer(problem, self._plan, live, failure_domains)
         self._left, self._slowed = cache(self._placer.left), cache(self._slowed_line)
         self._bounds = StepBounds(self._layouts, self._plan, live, slowdowns, problem.num_microbatches, self._slowed)
 
@@ -144,7 +145,7 @@ class Situation:
 
     def _drop_longer(self, numbers: deque[int], ways: Sequence[Way]) -> None:
         """Drop, from the end, how many nodes stand by with which no step is shorter: others may do what fewer do."""
-        while numbers and takes_at_most(ways, self._least_ns(len(self._live) - numbers[-1]) / 1e6):
+        while numbers and soon_known_ms(ways) <= self._least_ns(len(self._live) - numbers[-1]) / 1e6:
             numbers.pop()
 
     def _least_ns(self, num_nodes: int) -> int:

@@ -9,7 +9,7 @@ Places and nodes of one kind and domain are as good as each other, so only one o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from resilient.templates.replan.assigning.assignment import FORBIDDEN, assign
 
 _FEW_NODES = 64
 _NONE = -1
+_NOTHING: Ints = np.empty(0, dtype=np.int64)
 
 
 class Kinds(NamedTuple):
@@ -51,7 +52,7 @@ def lacking_domains(needs: Flags, places: Ints, domains: Ints, wanted: int) -> i
     return int(np.maximum(wanted - held_in, 0).sum())
 
 
-def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, settled: Sequence[int] = ()) -> Ints:
+def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, settled: Ints = _NOTHING) -> Ints:
     """Make states held in enough domains, where exchanges of nodes can, and copying cheap after that.
 
     A placement that lacks nothing is returned as it is. Otherwise exchanges start from it; where they leave more
@@ -92,6 +93,40 @@ def _spread(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, movable: Int
     spread = chosen.copy()
     spread[movable] = nodes[min(found, key=search.worth)]
     return spread
+
+
+class FailureDomains:
+    """The failure domains of some nodes.
+
+    Args:
+        nodes: The nodes.
+        labels: Label of the domain (zone, rack) of nodes; a node without one shares its fate with no other. None is
+            asked for where there are none.
+        wanted: How many domains should hold each state, where there are so many.
+        settled: Those of the nodes that had better be where nothing but domains would have them.
+
+    Attributes:
+        wanted: How many domains should hold each state, 0 where none is asked for.
+    """
+
+    def __init__(
+        self, nodes: Sequence[int], labels: Mapping[int, str], wanted: int, settled: Collection[int] = ()
+    ) -> None:
+        of_nodes: list[str | int] = [labels.get(node, node) for node in nodes] if labels else []
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(of_nodes))}
+        self._numbers = np.array([numbers[label] for label in of_nodes], dtype=np.int64)
+        # Nodes of one pipeline never hold the same, so that domains of one node each lack nothing.
+        self.wanted = min(wanted, len(numbers))
+        are_settled = frozenset(settled)
+        self._is_settled = np.array([node in are_settled for node in nodes], dtype=np.bool_)
+
+    def lacking(self, needs: Flags, places: Ints, chosen: Ints) -> int:
+        """Return :func:`lacking_domains`, with its arguments, where a node is in each place. [places]"""
+        return lacking_domains(needs, places, self._numbers[chosen], self.wanted)
+
+    def spread(self, kinds: Kinds, chosen: Ints) -> Ints:
+        """Return :func:`spread_domains`, with its arguments."""
+        return spread_domains(kinds, chosen, self._numbers, self.wanted, np.flatnonzero(self._is_settled[chosen]))
 
 
 class _Search:

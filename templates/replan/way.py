@@ -117,12 +117,17 @@ class Way:
     def shorter_than(self, with_more: Sequence[Way]) -> Way:
         """Return this way, in which nodes stand by, but only if a step is shorter than those with them."""
 
+        def is_shorter() -> bool:
+            if any(way.is_known and way.step_ms <= self.least_step_ms for way in with_more):
+                return False
+            return not takes_at_most(with_more, self.step_ms)
+
         def candidate() -> ReplanCandidate | None:
-            found = None if takes_at_most(with_more, self.step_ms) else self.candidate()
+            found = self.candidate() if is_shorter() else None
             return found and replace(found, with_more=lambda: fastest_ms(with_more))
 
         def cost() -> WayCost | None:
-            return None if takes_at_most(with_more, self.step_ms) else self.cost()
+            return self.cost() if is_shorter() else None
 
         return replace(self, least_step_ms=self.known_step_ms, cost=cost, candidate=candidate)
 
@@ -207,7 +212,7 @@ class StepBounds:
         others = numbers[are_others]
         if not len(others):
             return latest_ns(table, rows, self._num_microbatches) / 1e6
-        return self._with_slow_ns(table, rows, others, first_least, may_be, max(0, hidden)) / 1e6
+        return self._with_slow_ns(table, rows, others, first_least, may_be, hidden) / 1e6
 
     def _least_slowed(self, pipeline: SlowPipeline, alone: bool) -> Line:
         """Return a line that no other one of a pipeline is below, whichever more of its nodes are slow."""

@@ -22,6 +22,7 @@ from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.placement import Placer
 from resilient.templates.replan.repair import NEW
 from resilient.templates.replan.replan import replan_candidates, templates_for
+from resilient.templates.replan.topology_spread import FailureDomains
 from tests.templates.jobs import MIB, cost, cut, layer, plan_of, profile, targets_of
 
 NEAR = 1.05
@@ -94,7 +95,7 @@ def placed_anywhere(seed: int) -> Placed:
     before = random_plan(draw, num_layers, draw.randint(3, 14))
     live = changed(draw, before)
     after = random_plan(draw, num_layers, len(live))
-    placer = Placer(problem, before, live, {})
+    placer = Placer(problem, before, live, FailureDomains(live, {}, 2))
     targets = placer.continuing(targets_of([(each.template, NEW) for each in after.pipelines]))
     found = placer.placement(placer.seats(targets))
     each = zip(after.pipelines, found.nodes, strict=True)

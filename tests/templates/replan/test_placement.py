@@ -13,6 +13,7 @@ from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.placement import Placement, Placer
 from resilient.templates.replan.repair import NEW
+from resilient.templates.replan.topology_spread import FailureDomains
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import cost, cut, layer, plan_of, profile, targets_of
 
@@ -33,7 +34,7 @@ def placed(
     nodes: Sequence[int],
     domains: dict[int, str] | None = None,
 ) -> Placement:
-    placer = Placer(problem, plan, nodes, domains or {})
+    placer = Placer(problem, plan, nodes, FailureDomains(nodes, domains or {}, problem.max_failures + 1))
     return placer.placement(placer.seats(placer.continuing(targets_of(targets))))
 
 
