@@ -43,7 +43,9 @@ from resilient.templates.replan.way import (
     StepBounds,
     Way,
     WayCost,
+    fastest_ms,
     soon_known_ms,
+    soon_takes_at_most,
 )
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import TemplateSet
@@ -112,8 +114,7 @@ class Situation:
         self._factors = np.array([slowdowns.get(node, 1.0) for node in live], dtype=np.float64)
         slow = [live[index] for index in np.flatnonzero(self._factors > 1).tolist()]
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
-        failure_domains = FailureDomains(live, domains, problem.max_failures + 1, slow)
-        self._placer = Placer(problem, self._plan, live, failure_domains)
+        self._placer = Placer(problem, self._plan, live, FailureDomains(live, domains, problem.max_failures + 1, slow))
         self._left, self._slowed = cache(self._placer.left), cache(self._slowed_line)
         self._bounds = StepBounds(self._layouts, self._plan, live, slowdowns, problem.num_microbatches, self._slowed)
 
@@ -131,8 +132,9 @@ class Situation:
             self._drop_longer(numbers, with_most)
         for number in numbers:
             found.extend(self._distinct(self._changes(number), seen))
+        shortest_ms = fastest_ms if len(self._live) <= _FEW_NODES else soon_known_ms
         for number in self._numbers_mixed() if self._slowest_first else ():
-            within = self._least_ns(most), nanoseconds(soon_known_ms(found)) - 1
+            within = self._least_ns(most), nanoseconds(shortest_ms(found)) - 1
             mixed = self._mixed(self._slowest_first[:number], within) if within[0] <= within[1] else None
             found.extend(self._distinct([mixed] if mixed else [], set()))
         with_most = [way for way in found if way.num_nodes == most]
@@ -145,7 +147,7 @@ class Situation:
 
     def _drop_longer(self, numbers: deque[int], ways: Sequence[Way]) -> None:
         """Drop, from the end, how many nodes stand by with which no step is shorter: others may do what fewer do."""
-        while numbers and soon_known_ms(ways) <= self._least_ns(len(self._live) - numbers[-1]) / 1e6:
+        while numbers and soon_takes_at_most(ways, self._least_ns(len(self._live) - numbers[-1]) / 1e6):
             numbers.pop()
 
     def _least_ns(self, num_nodes: int) -> int:

@@ -290,7 +290,13 @@ def fastest_ms(ways: Iterable[Way]) -> float:
 def soon_known_ms(ways: Iterable[Way]) -> float:
     """Return the shortest step of those ways that it is known of, and of the likeliest one to have it."""
     likely = _likely_first(ways)
-    return min(likely[0].step_ms, *(way.step_ms for way in likely if way.is_known))
+    return min(way.step_ms for way in likely if way is likely[0] or way.is_known)
+
+
+def soon_takes_at_most(ways: Iterable[Way], step_ms: float) -> bool:
+    """Return whether a step of one of those takes so long at most."""
+    likely = _likely_first(ways)
+    return takes_at_most((way for way in likely if way is likely[0] or way.is_known), step_ms)
 
 
 def _likely_first(ways: Iterable[Way]) -> list[Way]:
