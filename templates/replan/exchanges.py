@@ -141,7 +141,7 @@ def _exchanged(
     found = np.flatnonzero(partners[:num_tries] != _NONE)
     if not len(found):
         return False
-    most = least[found].min()
+    most, is_made = least[found].min(), False
     found = found[least[found] == most]
     is_moved = np.zeros(len(places), dtype=np.bool_)
     for one in found[np.argsort(cheapest[found], kind="mergesort")]:
@@ -158,8 +158,8 @@ def _exchanged(
             held_in[state] += int(counts[target, state] == 0) - int(counts[source, state] == 0)
             counts[target, state] += 1
         chosen[places[one]], chosen[places[other]] = chosen[places[other]], chosen[places[one]]
-        is_moved[one] = is_moved[other] = True
-    return True
+        is_made = is_moved[one] = is_moved[other] = True
+    return is_made
 
 
 @compiled

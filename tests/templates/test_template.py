@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,13 @@ def test_templates_survive_json(problem: PlanningProblem) -> None:
     again = TemplateSet.from_json(templates.to_json())
     assert again == templates
     assert again.digest == templates.digest
+
+
+def test_sets_are_told_apart_by_their_digest() -> None:
+    again, others = TemplateSet.from_json(TWO.to_json()), replace(TWO, problem_digest="another")
+    assert {TWO: "known"}[again] == "known"
+    assert others.digest != TWO.digest
+    assert others not in {TWO: "known"}
 
 
 def test_file_of_another_version_is_refused() -> None:

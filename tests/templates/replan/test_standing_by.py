@@ -279,3 +279,27 @@ def test_slow_nodes_have_layouts_of_the_templates_at_hand_where_others_are_equal
     before = first_plan(problem, range(8), slowdowns=slow)
     following = next(replan_candidates(problem, before, range(9), slowdowns=slow))
     assert nanoseconds(following.step_ms) == fastest_step_ns(problem, range(9), slow)
+
+
+def test_zones_bring_in_no_slow_node_where_others_can_exchange_their_places() -> None:
+    """Every node with the first layers is in zone a. Node 8 would bring them to b, for less than two that exchange."""
+    problem = PlanningProblem(profile=profile([1.0] * 4), num_microbatches=24, min_pipeline_nodes=2)
+    before, zones = first_plan(problem, range(8)), dict(enumerate("abababaab"))
+    assert [pipeline.nodes for pipeline in before.pipelines] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    fast, slow = (
+        next(replan_candidates(problem, before, range(9), domains=zones, slowdowns=slowdowns))
+        for slowdowns in ({}, {8: 10.0})
+    )
+    assert (8 in fast.plan.nodes, fast.lacking_domains) == (True, 0)
+    assert (8 in slow.plan.nodes, slow.lacking_domains, slow.step_ms) == (False, 0, fast.step_ms)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "standing_by"), [(256, [1, 2, 3, 4]), (257, [4])], ids=["as many as differ", "all or none"]
+)
+def test_of_many_nodes_all_slow_ones_stand_by_or_none(num_nodes: int, standing_by: list[int]) -> None:
+    problem = PlanningProblem(profile=profile([1.0] * 4), num_microbatches=2 * num_nodes, min_pipeline_nodes=2)
+    slow = {5: 2.0, 11: 3.0, 20: 5.0, 31: 8.0}
+    found = replan_candidates(problem, first_plan(problem, range(num_nodes)), range(num_nodes), slowdowns=slow)
+    numbers = {len(slow.keys() - {*each.plan.nodes}) for each in found}
+    assert sorted(numbers - {0}) == standing_by

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import permutations
+from itertools import combinations, permutations
 
 import numpy as np
 import pytest
 
 from resilient.templates.replan import topology_spread
-from resilient.templates.replan.topology_spread import Kinds
+from resilient.templates.replan.topology_spread import FailureDomains, Kinds
 
 
 def lacking_domains(needs: np.ndarray, domains: np.ndarray, wanted: int) -> int:
@@ -142,3 +142,48 @@ def test_what_many_alike_nodes_hold_is_spread_without_another_exchange_that_save
             exchanged = found.copy()
             exchanged[[one, other]] = exchanged[[other, one]]
             assert worth(exchanged) >= best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_many_states_no_exchange_makes_it_better(seed: int) -> None:
+    """More states than bits of a word, and of two."""
+    rng = np.random.default_rng(seed)
+    num_states, num_domains = int(rng.integers(60, 140)), int(rng.integers(3, 7))
+    sizes = rng.integers(2, 7, int(rng.integers(4, 9))).tolist()
+    needs = needs_of(*(random_ends(rng, size, num_states) for size in sizes), num_states=num_states, left_out=2)
+    domains = rng.permutation(np.arange(len(needs)) % num_domains)
+    prices = rng.integers(0, 10, (len(needs), len(needs))) * needs.any(axis=1, keepdims=True)
+    worth, start = partial(worth_of, needs, prices, domains, num_domains), np.argsort(domains)
+    assert worth(start)[0] > 0
+
+    best = worth(found := spread_domains(needs, prices, start, domains, num_domains))
+
+    for one, other in combinations(range(len(needs)), 2):
+        exchanged = found.copy()
+        exchanged[[one, other]] = exchanged[[other, one]]
+        assert worth(exchanged) >= best
+
+
+def test_settled_places_keep_their_nodes_where_others_can_make_up_what_is_lacking() -> None:
+    needs = needs_of((1, 2), (1, 2), num_states=2)
+    places, prices = np.arange(4), np.full((4, 4), 5)
+    np.fill_diagonal(prices, 0)
+    prices[[0, 3], [3, 0]] = 1  # nodes 0 and 3 would change places
+    kinds, domains = Kinds(needs, prices, places, places), np.array([0, 1, 0, 1])
+
+    spread = partial(topology_spread.spread_domains, kinds, places, domains, 2)
+
+    assert spread().tolist() == [3, 1, 2, 0]
+    assert spread(np.array([0])).tolist() == [0, 2, 1, 3]
+    assert lacking_domains(needs, domains[spread(np.array([0, 1, 3]))], 2) == 0, "no place can make up for three"
+
+
+def test_failure_domains_are_told_by_labels_and_nodes_without_one_are_one_each() -> None:
+    needs, places, nodes = needs_of((1, 2), (1, 2), num_states=2), np.arange(4), [7, 8, 9, 10]
+    chosen = np.arange(4)
+    assert FailureDomains(nodes, {}, 2).wanted == 0
+    zones = FailureDomains(nodes, {7: "a", 8: "a", 9: "a"}, 3)
+    assert (zones.wanted, zones.lacking(needs, places, chosen)) == (2, 1)
+    prices = 1 - np.eye(4, dtype=np.int64)
+    moved = zones.spread(Kinds(needs, prices, places, places), chosen)
+    assert zones.lacking(needs, places, moved) == 1, "one node holds one state"

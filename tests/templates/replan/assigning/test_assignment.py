@@ -57,9 +57,11 @@ def test_the_cheapest_of_all_assignments_in_which_most_stay(seed: int) -> None:
         assert len(set(found.tolist())) == num_places
         assert worth(found) == min(possible)
     plain = assign(prices, place_kinds, node_kinds)
-    assert (plain is None) == (not possible)
-    if plain is not None:
-        assert (worth(plain) or (0,))[0] == min(possible)[0]
+    started = assign(prices, place_kinds, node_kinds, start=rng.permutation(num_nodes)[:num_places])
+    assert (plain is None) == (started is None) == (not possible)
+    for each in (plain, started):
+        if each is not None:
+            assert prices[place_kinds, node_kinds[each]].sum() == min(possible)[0]
 
 
 @pytest.mark.parametrize("seed", range(100))
