@@ -94,8 +94,8 @@ def _exchanged(
 ) -> bool:
     """Make the best exchanges; return whether there were any.
 
-    The best partner of each place that is tried is found. Of these exchanges all are made that help as much against
-    what is lacking as the best one does, cheap ones first, as long as they still do after those before.
+    The best partner of each place that is tried is found. Of these exchanges those are made, the best first, that help
+    at least half as much against what is lacking as the best one, and still do after those before.
 
     Args:
         needs: As in :func:`exchange`.
@@ -141,16 +141,18 @@ def _exchanged(
     found = np.flatnonzero(partners[:num_tries] != _NONE)
     if not len(found):
         return False
-    most, is_made = least[found].min(), False
-    found = found[least[found] == most]
+    enough = least[found].min() // 2
+    found = found[least[found] <= enough]
+    found = found[np.argsort(cheapest[found], kind="mergesort")]
     is_moved = np.zeros(len(places), dtype=np.bool_)
-    for one in found[np.argsort(cheapest[found], kind="mergesort")]:
+    for one in found[np.argsort(least[found], kind="mergesort")]:
         other = partners[one]
         if is_moved[one] or is_moved[other]:
             continue
         need_here, need_there = needs[kind_of[one]], needs[kind_of[other]]
         here, there = domain_of[one], domain_of[other]
-        if here != there and _more_lacking(need_here, need_there, counts[here], counts[there], held_in - wanted) > most:
+        excess = held_in - wanted
+        if here != there and _more_lacking(need_here, need_there, counts[here], counts[there], excess) > enough:
             continue
         for state in np.flatnonzero(need_here != need_there):
             source, target = (here, there) if need_here[state] else (there, here)
@@ -158,8 +160,8 @@ def _exchanged(
             held_in[state] += int(counts[target, state] == 0) - int(counts[source, state] == 0)
             counts[target, state] += 1
         chosen[places[one]], chosen[places[other]] = chosen[places[other]], chosen[places[one]]
-        is_made = is_moved[one] = is_moved[other] = True
-    return is_made
+        is_moved[one] = is_moved[other] = True
+    return bool(is_moved.any())
 
 
 @compiled

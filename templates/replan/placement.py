@@ -129,8 +129,7 @@ class Placer:
         self._pipeline_of = np.full(len(nodes), _NONE)
         self._pipeline_of[self._old[there]] = pipelines[there]
         lost = np.bincount(pipelines[~there], minlength=len(layouts))
-        # A number for each layout of the old plan, and which of them those of targets have: pipelines are many, and
-        # layouts few.
+        # A number for each of the old plan's layouts, which are few, and which of them those of targets have.
         self._same_as = _NOBODY
         self._same: dict[bytes, int] = {}
         same = [self._same.setdefault(layout.tobytes(), len(self._same)) for layout in layouts]
@@ -199,10 +198,9 @@ class Placer:
         Of all placements one is taken whose copies are cheapest (:meth:`StateResidency.prices`); of places where a node
         costs the same, it stays with the pipeline that continues its own. If a node then receives more than
         :data:`_NEAR` times what the most must be, it is the cheapest of those placements in which none does, unless
-        senders make that take more than :data:`_NEAR` times as long. Where that placement holds a state in fewer than
-        f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
-        (:func:`resilient.templates.replan.topology_spread.spread_domains`): like f + 1 pipelines, it is what makes
-        failures survivable.
+        senders make that take more than :data:`_NEAR` times as long. Where placements hold a state in fewer than f + 1
+        failure domains, nodes exchange places until no exchange improves that, at whatever price
+        (:func:`.spread_domains`): like f + 1 pipelines, it is what makes failures survivable.
 
         Args:
             targets: The pipelines to be made.
@@ -222,12 +220,11 @@ class Placer:
         self._fill(chosen, barred, needs, np.repeat(continued, sizes))
         settled = self._whole(chosen, needs, sizes) if keeps_whole else np.zeros(len(needed), dtype=np.bool_)
         settled[list(pinned or ())] = True
-        if not self._lacking(chosen, needs):  # exchanges between domains would not keep it
+        if not self._lacking(chosen, needs.parts, needs.kinds):  # exchanges between domains would not keep it
             chosen = self._balanced(chosen, barred, needs, np.repeat(continued, sizes), settled)
-        if lacking := self._lacking(chosen, needs):
+        if self._lacking(chosen, needs.parts, needs.kinds):
             chosen = self._spread(chosen, needs)
-            lacking = self._lacking(chosen, needs)
-        return Seats(chosen, needs, lacking)
+        return Seats(chosen, needs, self._lacking(chosen, needs.parts, needs.kinds))
 
     def copy_bounds(self, targets: Targets, without: Collection[int] = ()) -> tuple[Callable[[], tuple[int, int]], ...]:
         """Return bounds of what the busiest node and all nodes receive at least where :meth:`seats` has them.
@@ -235,10 +232,17 @@ class Placer:
         Returns:
             What tells them, from what is soon told to the highest.
         """
+        if self._is_held_by_few:  # copies that spread it come on top
+            return ()
         if self._domains.wanted:
             without = ()  # nodes that stand by may take a place
         asked, bounds = cache(lambda: self._asked(targets, without)), self._bounds
         return tuple(lambda of=of: of(*asked()) for of in (bounds.asked, bounds.learnt, bounds.least))
+
+    @cached_property
+    def _is_held_by_few(self) -> bool:
+        """Whether a state is held in fewer domains than it should be, as nodes are."""
+        return self._lacking(np.arange(len(self._held)), self._has, self._node_kinds) > 0
 
     def _asked(self, targets: Targets, without: Collection[int]) -> tuple[Ints, Ints, Ints]:
         """Return what nodes receive in places, by the kinds of both, and how many of each kind there are."""
@@ -356,26 +360,23 @@ class Placer:
         free[barred] = False
         return np.flatnonzero(free)
 
-    def _lacking(self, chosen: Ints, needed: _Needs) -> int:
-        """Return in how many more failure domains states should be held, summed over the states."""
-        if not self._domains.wanted:
-            return 0
-        return self._domains.lacking(self._states(needed), needed.kinds, chosen)
+    def _lacking(self, chosen: Ints, parts: Ints, kinds: Ints) -> int:
+        """Return :meth:`FailureDomains.lacking` of places with these nodes that need these kinds of parts."""
+        return self._domains.lacking(self._states(parts), kinds, chosen) if self._domains.wanted else 0
 
     def _spread(self, chosen: Ints, needed: _Needs) -> Ints:
         """Return the placement after exchanges between domains."""
         # Places that need nothing stand for the nodes that are left out.
-        left_out, nothing = self._left(chosen, _NOBODY), np.zeros((1, len(self._has)), dtype=np.int64)
-        needs = self._states(needed)
-        needs = np.concatenate((needs, np.zeros_like(needs[:1])))
-        prices = np.concatenate((self._prices(needed.parts), nothing))
+        left_out = self._left(chosen, _NOBODY)
+        of_parts = self._states(needed.parts), self._prices(needed.parts)
+        needs, prices = (np.pad(each, ((0, 1), (0, 0))) for each in of_parts)
         place_kinds = np.append(needed.kinds, np.full(len(left_out), len(needed.parts)))
         kinds = Kinds(needs, prices, place_kinds, self._node_kinds)
         return self._domains.spread(kinds, np.append(chosen, left_out))[: len(chosen)]
 
-    def _states(self, needed: _Needs) -> Flags:
-        """Return which states the parts need. [parts, states]"""
-        return self._holdings.states(needed.parts)[:, self._holdings.state_bytes > 0]
+    def _states(self, parts: Ints) -> Flags:
+        """Return which states there are in parts. [parts, states]"""
+        return self._holdings.states(parts)[:, self._holdings.state_bytes > 0]
 
     def _volume(self, chosen: Ints, needs: _Needs) -> tuple[int, int]:
         """Return what is copied between nodes: all of it, and the most that one node receives or sends."""
