@@ -22,7 +22,7 @@ Words = npt.NDArray[np.uint64]
 
 
 @compiled
-def exchange(
+def exchange_nodes(
     needs: Flags,
     wanted: int,
     prices: Ints,
@@ -98,7 +98,7 @@ def _exchanged(
     at least half as much against what is lacking as the best one, and still do after those before.
 
     Args:
-        needs: As in :func:`exchange`.
+        needs: As in :func:`exchange_nodes`.
         wanted: Likewise.
         prices: Likewise.
         kinds: Likewise.

@@ -172,10 +172,12 @@ class _Search:
         return chosen
 
     def _exchange(self, chosen: Ints) -> bool:
-        from resilient.templates.replan.exchanges import exchange
+        from resilient.templates.replan.exchanges import exchange_nodes
 
         kinds = self._places, self._nodes, self._node_types
-        return exchange(self._needs, self._wanted, self._prices, *kinds, self._domains, self._counts(chosen), chosen)
+        return exchange_nodes(
+            self._needs, self._wanted, self._prices, *kinds, self._domains, self._counts(chosen), chosen
+        )
 
     def _paid(self, chosen: Ints) -> Ints:
         """Return what copies cost. [places]"""

@@ -51,7 +51,7 @@ def test_first_change_with_slow_nodes_and_domains_loads_nothing_after_warm_up() 
         "split",
         "cheapest",
         "flow_from",
-        "exchange",
+        "exchange_nodes",
         "_chain_times",
         "_get_through_most",
         "_fill_counted",
