@@ -27,7 +27,7 @@ from resilient.templates.composition.batch_split import (
     latest_with_slow_ns,
     line_table,
 )
-from resilient.templates.composition.compose import Compositions, compositions
+from resilient.templates.composition.compose import Compositions, compositions, least_step_ns
 from resilient.templates.composition.slow_nodes import compose_with_slow, prepare_places
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
@@ -41,8 +41,9 @@ from resilient.templates.search.template_sizes import TooFewNodes, node_counts, 
 from resilient.templates.template import TemplateSet
 
 _FEWEST_PLANNED_NODES = 8
-# How many nodes more or less than now are prepared for, at least.
-_PREPARED_CHANGE = 4
+# How many nodes more or less than now compositions are prepared for, where that is a quarter of them.
+_LEAST_PREPARED_CHANGE = 4
+_MOST_PREPARED_CHANGE = 256
 
 
 def templates_for(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
@@ -64,23 +65,21 @@ def templates_for(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     """Do ahead of time what a :func:`replan` around ``num_nodes`` nodes would otherwise do during a recovery.
 
-    Computes compositions for up to f (4 at least) nodes less and 4 more, templates and where slow nodes may be for a
-    quarter less and more, and makes a plan the first time, which loads and compiles what planning needs. The results
-    are cached; calling it is optional and changes no plan.
+    Computes compositions for up to a quarter of the nodes less and more (256 at most, f and 4 at least), templates and
+    where slow nodes may be for a quarter less and more, and makes a plan the first time, which loads and compiles what
+    planning needs. The results are cached; calling it is optional and changes no plan.
 
     Raises:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
     """
-    templates = templates_for(problem, num_nodes)
-    _composed(problem, templates, num_nodes)
-    least = (problem.max_failures + 1) * templates.sizes[0]
-    fewer = max(problem.max_failures, _PREPARED_CHANGE)
-    for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
+    _composed(problem, templates_for(problem, num_nodes), num_nodes)
+    least, quarter = (problem.max_failures + 1) * templates_for(problem, num_nodes).sizes[0], num_nodes // 4
+    change = max(min(quarter, _MOST_PREPARED_CHANGE), problem.max_failures, _LEAST_PREPARED_CHANGE)
+    near = range(max(least, num_nodes - change), num_nodes + change + 1)
+    for live in (max(least, num_nodes - quarter), *near, num_nodes + quarter):
         templates = templates_for(problem, live)
         _composed(problem, templates, live)
-        prepare_places(templates, live)
-    for live in (max(least, num_nodes - num_nodes // 4), num_nodes, num_nodes + num_nodes // 4):
-        templates = templates_for(problem, live)
+        least_step_ns(templates, live, problem.num_microbatches, problem.max_failures + 1)
         prepare_lines(templates)
         prepare_places(templates, live)
     _load(problem, least)

@@ -111,6 +111,7 @@ class Situation:
         self._plan = with_templates_of(templates, plan)
         self._layouts = LayoutChoices(templates, self._plan)
         self._live, self._slowdowns, self._has_domains = live, slowdowns, bool(domains)
+        self._are_few = len(live) <= _FEW_NODES
         self._factors = np.array([slowdowns.get(node, 1.0) for node in live], dtype=np.float64)
         slow = [live[index] for index in np.flatnonzero(self._factors > 1).tolist()]
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
@@ -132,7 +133,7 @@ class Situation:
             self._drop_longer(numbers, with_most)
         for number in numbers:
             found.extend(self._distinct(self._changes(number), seen))
-        shortest_ms = fastest_ms if len(self._live) <= _FEW_NODES else soon_known_ms
+        shortest_ms = fastest_ms if self._are_few else soon_known_ms
         for number in self._numbers_mixed() if self._slowest_first else ():
             within = self._least_ns(most), nanoseconds(shortest_ms(found)) - 1
             mixed = self._mixed(self._slowest_first[:number], within) if within[0] <= within[1] else None
@@ -210,14 +211,14 @@ class Situation:
 
     def _numbers_without(self) -> list[int]:
         """Return how many of the slowest nodes stand by."""
-        most = _MOST_PARTS_OF_FEW if len(self._live) <= _FEW_NODES else 1
+        most = _MOST_PARTS_OF_FEW if self._are_few else 1
         return alike_parts([self._slowdowns[node] for node in self._slowest_first], most)
 
     def _numbers_mixed(self) -> list[int]:
         """Return how many of the slowest nodes have places of their own, most first."""
         num_slow = len(self._slowest_first)
         few = num_of_any(self._templates, num_slow)
-        is_tried = len(self._live) <= _FEW_NODES or self._slowdowns[self._slowest_first[0]] <= _LITTLE_SLOWER
+        is_tried = self._are_few or self._slowdowns[self._slowest_first[0]] <= _LITTLE_SLOWER
         return [num_slow, few] if is_tried and few < num_slow else [num_slow]
 
     def _mixed(self, slowest: Sequence[int], within: tuple[int, int]) -> _Change | None:
@@ -327,12 +328,14 @@ class Situation:
 
         if is_known:
             _, least_step_ms = split()
-        elif self._has_domains:
+        elif self._has_domains and self._are_few:
             least_step_ms = self._bounds.least_ms(targets, np.full(len(self._plan.pipelines), NEW), ())
         else:
-            stays = self._stays(targets, change.without, keeps_whole=keeps_whole)
-            slow = change.wanted.slow
-            least_step_ms = self._bounds.least_ms(targets, stays, change.without, slow, pinned.values())
+            none_moves = not self._are_few
+            elsewhere = change.without.union(pinned.values())
+            stays = self._stays(targets, elsewhere, keeps_whole=keeps_whole or none_moves)
+            of_slow = change.wanted.slow, pinned.values()
+            least_step_ms = self._bounds.least_ms(targets, stays, change.without, *of_slow, none_moves=none_moves)
 
         def copies(bound: Callable[[], tuple[int, int]]) -> tuple[float, int]:
             busiest, copied = bound()

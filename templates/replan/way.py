@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Ints, distinct
+from resilient.templates.common.arrays import Floats, Ints, distinct
 from resilient.templates.composition.batch_split import (
     Line,
     LineTable,
@@ -26,7 +26,7 @@ from resilient.templates.composition.slow_lines import SlowPipeline
 from resilient.templates.plan import Plan
 from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Targets
-from resilient.templates.replan.repair import RepairKind
+from resilient.templates.replan.repair import NEW, RepairKind
 
 _NEVER = 2**62
 
@@ -161,6 +161,12 @@ class StepBounds:
         self._num_live, there = len(live), frozenset(live)
         slow = {node for node in slowdowns if node in there and slowdowns[node] > 1}
         self._slowest_first = sorted(slow, key=lambda node: -slowdowns[node])
+        self._num_pipelines = len(plan.pipelines)
+        self._pipeline_of = {
+            node: index
+            for index, pipeline in enumerate(plan.pipelines if slow else ())
+            for node in slow.intersection(pipeline.nodes)
+        }
         # The pipelines with slow nodes that have all of their nodes, and these.
         self._slow_pipelines = {
             index: pipeline.nodes
@@ -180,6 +186,8 @@ class StepBounds:
         without: Collection[int],
         slow: Sequence[SlowPipeline] = (),
         pinned: Collection[int] = (),
+        *,
+        none_moves: bool = False,
     ) -> float:
         """Return how long a step takes at least.
 
@@ -190,6 +198,7 @@ class StepBounds:
             without: Nodes that take no place.
             slow: The first targets, where some of their places are meant for slow nodes.
             pinned: These nodes. In other places of these targets others may be slow, too.
+            none_moves: Whether slow nodes are taken to be in what goes on from their pipeline, at any place.
         """
         numbers, alone = targets.numbers, len(targets.numbers) == 1
         table, first_least, first_slow = self._lines(alone)
@@ -209,10 +218,33 @@ class StepBounds:
         may_be = [node for node in self._slowest_first if node not in without and node not in settled]
         are_others = np.arange(len(numbers)) >= len(slow)
         are_others[known] = False
+        if none_moves:
+            going_on = np.flatnonzero(are_others & (targets.continues != NEW))
+            going_on, factors = self._slowest_in(going_on, targets.continues[going_on], may_be)
+            rows[going_on] = len(table.fill) + np.arange(len(going_on))
+            table = self._with_slowest(table, first_least, numbers[going_on], factors)
+            are_others[going_on] = False
+            stay_in = frozenset(targets.continues[going_on].tolist())
+            may_be = [node for node in may_be if self._pipeline_of.get(node) not in stay_in]
         others = numbers[are_others]
         if not len(others):
             return latest_ns(table, rows, self._num_microbatches) / 1e6
         return self._with_slow_ns(table, rows, others, first_least, may_be, hidden) / 1e6
+
+    def _slowest_in(self, targets: Ints, continues: Ints, slow: Sequence[int]) -> tuple[Ints, Floats]:
+        """Return those of the targets that continue a pipeline which some nodes are in, and how slow the slowest is."""
+        slowest = np.ones(self._num_pipelines)
+        for node in reversed(slow):
+            if node in self._pipeline_of:
+                slowest[self._pipeline_of[node]] = self._slowdowns[node]
+        factors = slowest[continues]
+        return targets[factors > 1], factors[factors > 1]
+
+    def _with_slowest(self, table: LineTable, first_least: int, layouts: Ints, factors: Floats) -> LineTable:
+        """Return the lines, and behind them the least ones of layouts in which a node is so slow."""
+        least = table.rows(first_least + layouts)
+        slowest = np.maximum(least.slowest, (self._layouts.idlest_ns[layouts] * factors).astype(np.int64)[:, None])
+        return LineTable(*map(np.concatenate, zip(table, least._replace(slowest=slowest), strict=True)))
 
     def _least_slowed(self, pipeline: SlowPipeline, alone: bool) -> Line:
         """Return a line that no other one of a pipeline is below, whichever more of its nodes are slow."""
