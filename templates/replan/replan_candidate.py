@@ -40,12 +40,13 @@ from resilient.templates.replan.topology_spread import FailureDomains
 from resilient.templates.replan.way import (
     CandidateKind,
     ReplanCandidate,
+    StepBound,
     StepBounds,
     Way,
     WayCost,
     fastest_ms,
+    likely_ways,
     soon_known_ms,
-    soon_takes_at_most,
 )
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import TemplateSet
@@ -139,16 +140,21 @@ class Situation:
             mixed = self._mixed(self._slowest_first[:number], within) if within[0] <= within[1] else None
             found.extend(self._distinct([mixed] if mixed else [], set()))
         with_most = [way for way in found if way.num_nodes == most]
-        known_ms = min((way.step_ms for way in with_most if way.is_known), default=inf)
+        found = found if self._are_few else likely_ways(found)
+        likely = [way for way in found if way.num_nodes == most]
+        known_ms = min((way.step_ms for way in likely if way.is_known), default=inf)
         for way in found:
             if way.num_nodes == most:
                 yield way
             elif way.known_step_ms < known_ms:
-                yield way.shorter_than(with_most)
+                yield way.shorter_than(likely, with_most)
 
     def _drop_longer(self, numbers: deque[int], ways: Sequence[Way]) -> None:
         """Drop, from the end, how many nodes stand by with which no step is shorter: others may do what fewer do."""
-        while numbers and soon_takes_at_most(ways, self._least_ns(len(self._live) - numbers[-1]) / 1e6):
+        while numbers:
+            least_ms = self._least_ns(len(self._live) - numbers[-1]) / 1e6
+            if soon_known_ms(ways, least_ms) > least_ms:
+                return
             numbers.pop()
 
     def _least_ns(self, num_nodes: int) -> int:
@@ -327,15 +333,15 @@ class Situation:
             return counts, table.rows(rows).latest_ns(counts) / 1e6
 
         if is_known:
-            _, least_step_ms = split()
+            bound = StepBound(split()[1], True)
         elif self._has_domains and self._are_few:
-            least_step_ms = self._bounds.least_ms(targets, np.full(len(self._plan.pipelines), NEW), ())
+            bound = self._bounds.bound(targets, np.full(len(self._plan.pipelines), NEW), ())
         else:
             none_moves = not self._are_few
             elsewhere = change.without.union(pinned.values())
             stays = self._stays(targets, elsewhere, keeps_whole=keeps_whole or none_moves)
             of_slow = change.wanted.slow, pinned.values()
-            least_step_ms = self._bounds.least_ms(targets, stays, change.without, *of_slow, none_moves=none_moves)
+            bound = self._bounds.bound(targets, stays, change.without, *of_slow, none_moves=none_moves)
 
         def copies(bound: Callable[[], tuple[int, int]]) -> tuple[float, int]:
             busiest, copied = bound()
@@ -360,7 +366,7 @@ class Situation:
             )
 
         return Way(
-            least_step_ms=least_step_ms,
+            **bound._asdict(),
             num_nodes=int(self._layouts.num_nodes[targets.numbers].sum()),
             placed_step_ms=None if is_known else lambda: split()[1],
             copy_bounds=tuple(partial(copies, each) for each in self._placer.copy_bounds(targets, change.without)),

@@ -84,6 +84,7 @@ class Way:
 
     Args:
         least_step_ms: How long a step takes at least, whichever of its nodes are slow.
+        is_met: Whether it takes no longer, unless nodes move for the sake of their domains.
         num_nodes: How many nodes it uses.
         placed_step_ms: Places the nodes and returns how long a step takes; None where that is ``least_step_ms``.
         copy_bounds: Each returns how long copies take at least, in ms, and how many bytes are copied at least; the
@@ -93,6 +94,7 @@ class Way:
     """
 
     least_step_ms: float
+    is_met: bool
     num_nodes: int
     placed_step_ms: Callable[[], float] | None
     copy_bounds: Sequence[Callable[[], tuple[float, int]]]
@@ -114,13 +116,18 @@ class Way:
         """How long a step takes where that :attr:`is_known`, else at least."""
         return self.step_ms if self.is_known else self.least_step_ms
 
-    def shorter_than(self, with_more: Sequence[Way]) -> Way:
-        """Return this way, in which nodes stand by, but only if a step is shorter than those with them."""
+    def shorter_than(self, likely: Sequence[Way], with_more: Sequence[Way]) -> Way:
+        """Return this way, in which nodes stand by, but only if a step is shorter than those with them.
+
+        Args:
+            likely: Those with them that may be as short.
+            with_more: All with them.
+        """
 
         def is_shorter() -> bool:
-            if any(way.is_known and way.step_ms <= self.least_step_ms for way in with_more):
+            if any(way.is_known and way.step_ms <= self.least_step_ms for way in likely):
                 return False
-            return not takes_at_most(with_more, self.step_ms)
+            return not takes_at_most(likely, self.step_ms)
 
         def candidate() -> ReplanCandidate | None:
             found = self.candidate() if is_shorter() else None
@@ -130,6 +137,13 @@ class Way:
             return self.cost() if is_shorter() else None
 
         return replace(self, least_step_ms=self.known_step_ms, cost=cost, candidate=candidate)
+
+
+class StepBound(NamedTuple):
+    """How long a step takes at least, and whether it takes no longer; of a :class:`Way` before it is made."""
+
+    least_step_ms: float
+    is_met: bool
 
 
 class StepBounds:
@@ -179,7 +193,7 @@ class StepBounds:
             lambda layout, factor, alone: least_finish_ns(layouts.layouts[layout], factor, alone=alone)
         )
 
-    def least_ms(
+    def bound(
         self,
         targets: Targets,
         stays: Ints,
@@ -188,7 +202,7 @@ class StepBounds:
         pinned: Collection[int] = (),
         *,
         none_moves: bool = False,
-    ) -> float:
+    ) -> StepBound:
         """Return how long a step takes at least.
 
         Args:
@@ -216,6 +230,7 @@ class StepBounds:
             settled = settled.union(pinned)
             hidden += int(self._layouts.num_nodes[numbers[: len(slow)]].sum()) - len(pinned)
         may_be = [node for node in self._slowest_first if node not in without and node not in settled]
+        is_met = not may_be
         are_others = np.arange(len(numbers)) >= len(slow)
         are_others[known] = False
         if none_moves:
@@ -228,8 +243,10 @@ class StepBounds:
             may_be = [node for node in may_be if self._pipeline_of.get(node) not in stay_in]
         others = numbers[are_others]
         if not len(others):
-            return latest_ns(table, rows, self._num_microbatches) / 1e6
-        return self._with_slow_ns(table, rows, others, first_least, may_be, hidden) / 1e6
+            least_ns = latest_ns(table, rows, self._num_microbatches)
+        else:
+            least_ns = self._with_slow_ns(table, rows, others, first_least, may_be, hidden)
+        return StepBound(least_ns / 1e6, is_met)
 
     def _slowest_in(self, targets: Ints, continues: Ints, slow: Sequence[int]) -> tuple[Ints, Floats]:
         """Return those of the targets that continue a pipeline which some nodes are in, and how slow the slowest is."""
@@ -319,16 +336,27 @@ def fastest_ms(ways: Iterable[Way]) -> float:
     return found
 
 
-def soon_known_ms(ways: Iterable[Way]) -> float:
-    """Return the shortest step of those ways that it is known of, and of the likeliest one to have it."""
-    likely = _likely_first(ways)
-    return min(way.step_ms for way in likely if way is likely[0] or way.is_known)
+def soon_known_ms(ways: Iterable[Way], most_ms: float = inf) -> float:
+    """Return the shortest step of those ways that it is known of, or if of none, of the likeliest one to have it.
+
+    Args:
+        ways: The ways, one or more.
+        most_ms: It need not be placed for a longer step.
+    """
+    ways = list(ways)
+    if told := [way.known_step_ms for way in ways if way.is_met or way.is_known]:
+        return min(told)
+    likeliest = _likely_first(ways)[0]
+    return likeliest.step_ms if likeliest.least_step_ms <= most_ms else inf
 
 
-def soon_takes_at_most(ways: Iterable[Way], step_ms: float) -> bool:
-    """Return whether a step of one of those takes so long at most."""
-    likely = _likely_first(ways)
-    return takes_at_most((way for way in likely if way is likely[0] or way.is_known), step_ms)
+def likely_ways(ways: Sequence[Way]) -> Sequence[Way]:
+    """Return some ways without those that ask for luck: that slow nodes happen to be in better places than known ones.
+
+    Where these are compositions made for the slow nodes, that happens in rare cases alone.
+    """
+    soonest_ms = min((way.known_step_ms for way in ways if way.is_met), default=0.0)
+    return [way for way in ways if way.is_met or way.is_known or way.least_step_ms >= soonest_ms]
 
 
 def _likely_first(ways: Iterable[Way]) -> list[Way]:
