@@ -23,8 +23,9 @@ on few nodes."""
 
 _MANY_SIZES, _MOST_OF_MANY_SIZES = 40, 2
 _FEW_NODES, _MOST_OF_FEW_NODES = 16, 7
-_MORE_NODES = 7
-"""So many nodes more than the smallest have short pipelines."""
+_MORE_NODES = (7, 3, 1)
+"""So many nodes more than the smallest have short pipelines, and those of them where some nodes are not slow: all, or
+fewer where that are too many choices."""
 _MOST_CELLS = 400_000
 """Of the tables of pipelines with slow nodes, times what each of them may consist of."""
 
@@ -44,6 +45,7 @@ class SlowGroups:
         slow: The factors of all of them, descending.
         smallest: The fewest nodes of a pipeline with slow ones.
         largest: The most nodes of a pipeline with slow ones.
+        largest_with_fast: The most nodes of one where some are not slow.
         most_fast: How many of them are not slow, at most.
         are_any: Whether any may be together, or only some that stand side by side.
     """
@@ -51,6 +53,7 @@ class SlowGroups:
     slow: Factors
     smallest: int
     largest: int
+    largest_with_fast: int
     most_fast: int
     are_any: bool
 
@@ -66,8 +69,9 @@ class SlowGroups:
         """
         smallest, last = templates.sizes_beside[0], templates.sizes[-1]
         short, are_any = short_pipelines(templates), num_of_any(templates, len(slow)) == len(slow)
-        for largest, most_fast in ((last, last - 1), (short, short - 1), (short, 0)):
-            found = cls(slow, smallest, largest, min(most_fast, num_fast), are_any)
+        mixed = (min(short, smallest + more) for more in _MORE_NODES)
+        for largest, with_fast in ((last, last), *((short, each) for each in mixed), (short, 0)):
+            found = cls(slow, smallest, largest, with_fast, min(max(0, with_fast - 1), num_fast), are_any)
             if are_any:
                 break
             num_kinds = len(slow) * sum(len(found.sizes(length)) for length in found._lengths)
@@ -77,7 +81,8 @@ class SlowGroups:
 
     def sizes(self, num_slow: int) -> range:
         """Return the nodes that a pipeline with some slow ones may have."""
-        return range(max(num_slow, self.smallest), min(num_slow + self.most_fast, self.largest) + 1)
+        most = max(num_slow, min(num_slow + self.most_fast, self.largest_with_fast))
+        return range(max(num_slow, self.smallest), most + 1)
 
     def num_columns(self, num_fast: int) -> int:
         """Return of how many different numbers of other nodes pipelines with slow nodes may consist."""
@@ -150,4 +155,4 @@ class SlowGroups:
 
 def short_pipelines(templates: TemplateSet) -> int:
     """Return the most nodes of short pipelines."""
-    return min(templates.sizes[-1], templates.sizes_beside[0] + _MORE_NODES)
+    return min(templates.sizes[-1], templates.sizes_beside[0] + _MORE_NODES[0])

@@ -85,7 +85,7 @@ def _best_lone(
     templates: TemplateSet, num_fast: int, slow: Factors, num_microbatches: int, within: tuple[int, int]
 ) -> tuple[int, MixedComposition] | None:
     found: tuple[int, int, int, MixedComposition] | None = None
-    groups = SlowGroups(slow, templates.sizes[0], templates.sizes[-1], num_fast, are_any=True)
+    groups = SlowGroups(slow, templates.sizes[0], templates.sizes[-1], templates.sizes[-1], num_fast, are_any=True)
     for number, each in enumerate(_slow_lines(templates, groups, within, alone=True)):
         times = each.table.finish_ns(num_microbatches)[:, 0]
         # Of equal steps the one with fewest nodes.

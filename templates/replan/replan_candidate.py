@@ -54,7 +54,7 @@ from resilient.templates.template import TemplateSet
 # Copying over a link of unknown bandwidth is taken to be as fast as over 10 Gbit/s.
 _NOMINAL_BYTES_PER_S = 1.25e9
 
-_FEW_NODES = 256
+_FEW_NODES = 64
 _MOST_PARTS_OF_FEW = 5
 """In so many parts slow nodes are told apart, and it is tried to let the slowest parts stand by. Where nodes are many,
 each pipeline is a small part of all: what is between none and all of the slow ones makes no step shorter."""

@@ -72,7 +72,7 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, settl
     if not lacking_domains(kinds.needs, kinds.places, domains[chosen], wanted):
         return chosen
     every = np.arange(len(chosen))
-    if len(settled):
+    if 0 < len(settled) < len(chosen):
         found = _spread(kinds, chosen, domains, wanted, np.delete(every, settled))
         if not lacking_domains(kinds.needs, kinds.places, domains[found], wanted):
             return found
