@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import lru_cache
 
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import cluster_of
@@ -14,6 +15,7 @@ from resilient.templates.schedules.kind import ScheduleKind
 MODEL, DEVICE = "gpt3-6.7b", "a100-80gb"
 
 
+@lru_cache(maxsize=16)  # one object, as a job has: equal ones are compared layer by layer wherever one is looked up
 def model(num_layers: int, device: str, *, equal: bool) -> ModelProfile:
     """Make a model of that many blocks; the times of different ones are 5 per cent more or less."""
     derived = derive_profile(MODEL, device)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from math import inf
@@ -31,7 +30,6 @@ from resilient.templates.composition.compose import Compositions, least_step_ns
 from resilient.templates.composition.slow_groups import num_of_any
 from resilient.templates.composition.slow_lines import SlowPipeline
 from resilient.templates.composition.slow_nodes import compose_with_slow
-from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.layout_choices import LayoutChoices, with_templates_of
 from resilient.templates.replan.placement import Placer, Seats, Targets
@@ -44,6 +42,7 @@ from resilient.templates.replan.way import (
     StepBounds,
     Way,
     WayCost,
+    copy_ms,
     fastest_ms,
     likely_ways,
     soon_known_ms,
@@ -51,10 +50,8 @@ from resilient.templates.replan.way import (
 from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import TemplateSet
 
-# Copying over a link of unknown bandwidth is taken to be as fast as over 10 Gbit/s.
-_NOMINAL_BYTES_PER_S = 1.25e9
-
 _FEW_NODES = 64
+"""Of more nodes, slow ones are taken to stay in pipelines that go on, and ways that ask for luck are left out."""
 _MOST_PARTS_OF_FEW = 5
 """In so many parts slow nodes are told apart, and it is tried to let the slowest parts stand by. Where nodes are many,
 each pipeline is a small part of all: what is between none and all of the slow ones makes no step shorter."""
@@ -313,9 +310,9 @@ class Situation:
     def _way(self, change: _Change, targets: Targets) -> Way:
         """Split the batch over the pipelines, as fast as their nodes are."""
         pinned, alone = self._pinned(change.wanted.slow, change.without), len(targets.numbers) == 1
+        settled = change.without.union(pinned.values())
         # Who stands by may be placed after all where domains need it.
-        settled = frozenset() if self._has_domains else change.without.union(pinned.values())
-        is_known = settled.issuperset(self._slowest_first)
+        is_known = (frozenset() if self._has_domains else settled).issuperset(self._slowest_first)
         # No slow node comes into a pipeline that nothing else changes.
         keeps_whole = change.kind != "composed" and not is_known
         as_wanted = self._as_wanted(change.wanted, self._layouts.single(targets.numbers))
@@ -338,20 +335,19 @@ class Situation:
             bound = self._bounds.bound(targets, np.full(len(self._plan.pipelines), NEW), ())
         else:
             none_moves = not self._are_few
-            elsewhere = change.without.union(pinned.values())
-            stays = self._stays(targets, elsewhere, keeps_whole=keeps_whole or none_moves)
+            stays = self._stays(targets, settled, keeps_whole=keeps_whole or none_moves)
             of_slow = change.wanted.slow, pinned.values()
             bound = self._bounds.bound(targets, stays, change.without, *of_slow, none_moves=none_moves)
 
         def copies(bound: Callable[[], tuple[int, int]]) -> tuple[float, int]:
             busiest, copied = bound()
-            return _copy_ms(self._problem.cluster.inter_node, busiest), copied
+            return copy_ms(self._problem.cluster.inter_node, busiest), copied
 
         @cache
         def cost() -> WayCost:
             copied, busiest = self._placer.volume(seats())
-            copy_ms = _copy_ms(self._problem.cluster.inter_node, busiest)
-            return WayCost(split()[1], copy_ms, copied, seats().lacking_domains)
+            link = self._problem.cluster.inter_node
+            return WayCost(split()[1], copy_ms(link, busiest), copied, seats().lacking_domains)
 
         def candidate() -> ReplanCandidate:
             placement, (counts, _) = self._placer.placement(seats()), split()
@@ -402,8 +398,3 @@ class Situation:
 
     def _slowed_line(self, layout: int, factors: tuple[float, ...], alone: bool) -> Line:
         return slowed_line(self._layouts.layouts[layout], factors, alone=alone)
-
-
-def _copy_ms(link: Link, num_bytes: int) -> float:
-    known = link if link.bytes_per_s is not None else replace(link, bytes_per_s=_NOMINAL_BYTES_PER_S)
-    return known.transfer_ms(num_bytes) if num_bytes else 0.0

@@ -23,12 +23,14 @@ from resilient.templates.composition.batch_split import (
     least_line,
 )
 from resilient.templates.composition.slow_lines import SlowPipeline
+from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan
 from resilient.templates.replan.layout_choices import LayoutChoices
 from resilient.templates.replan.placement import Targets
 from resilient.templates.replan.repair import NEW, RepairKind
 
 _NEVER = 2**62
+_NOMINAL_BYTES_PER_S = 1.25e9
 
 CandidateKind = RepairKind | Literal["composed"]
 
@@ -83,8 +85,9 @@ class Way:
     """A candidate before its nodes are in their places.
 
     Args:
-        least_step_ms: How long a step takes at least, whichever of its nodes are slow.
-        is_met: Whether it takes no longer, unless nodes move for the sake of their domains.
+        least_step_ms: How long a step takes at least: whichever of its nodes are slow, or if the slow ones stay in the
+            pipelines that go on.
+        is_met: Whether it takes no longer where these stay at their places or take those that are meant for them.
         num_nodes: How many nodes it uses.
         placed_step_ms: Places the nodes and returns how long a step takes; None where that is ``least_step_ms``.
         copy_bounds: Each returns how long copies take at least, in ms, and how many bytes are copied at least; the
@@ -365,3 +368,9 @@ def _likely_first(ways: Iterable[Way]) -> list[Way]:
     Of equal ones those come first that are met, or more likely so: the fewer nodes, the fewer slow ones.
     """
     return sorted(ways, key=lambda each: (each.least_step_ms, each.placed_step_ms is not None, each.num_nodes))
+
+
+def copy_ms(link: Link, num_bytes: int) -> float:
+    """Return how long copies take over a link; one of unknown bandwidth is taken to be as fast as 10 Gbit/s."""
+    known = link if link.bytes_per_s is not None else replace(link, bytes_per_s=_NOMINAL_BYTES_PER_S)
+    return known.transfer_ms(num_bytes) if num_bytes else 0.0

@@ -73,3 +73,14 @@ def test_slow_nodes_beside_the_last_pipeline_stand_by() -> None:
     assert found is not None
     assert [pipeline.factors for pipeline in found.slow] == [(1.0, 3.0)] * 3
     assert found.fast == ()
+
+
+def test_of_many_slow_nodes_one_may_be_beside_a_fast_one() -> None:
+    """Tables with a row for each number of pipelines are large: such pipelines are shorter then, and there are some."""
+    templates = template_set(template(9), *(template(4, 1, *([0.5] * each)) for each in range(11)))
+    slow = [2.0 + number / 8 for number in range(24)]
+    few, many = (compose_with_slow(templates, 101, of, 51, 2, ANY_NS) for of in (slow[:2], slow))
+    assert few is not None
+    assert many is not None
+    assert step_of(templates, many, 51) == step_of(templates, few, 51) == 6_000_000
+    assert many.slow[0].factors == (1.0, 2.0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan, replan_candidates, templates_for
 from resilient.templates.replan.replan_candidate import Situation
-from resilient.templates.replan.way import ReplanCandidate, Way, WayCost
+from resilient.templates.replan.way import ReplanCandidate, Way, WayCost, likely_ways, soon_known_ms
 from resilient.templates.search.template_sizes import usable_nodes
 from resilient.templates.template import TemplateSet
 from tests.templates.jobs import cut, enough_nodes, layout, plan_of, problems, profile, template_set
@@ -104,6 +105,7 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     ways = [
         Way(
             least_step_ms=each.step_ms,
+            is_met=True,
             num_nodes=4,
             placed_step_ms=None,
             copy_bounds=[lambda each=each: (each.copy_ms, each.copied_bytes - 1)],
@@ -137,6 +139,7 @@ def test_a_way_whose_step_is_known_to_be_longer_is_no_candidate_before_the_other
 
         return Way(
             least_step_ms=least_step_ms,
+            is_met=False,
             num_nodes=4,
             placed_step_ms=lambda: step_ms,
             copy_bounds=[lambda: (0.0, 0)],
@@ -166,6 +169,46 @@ def test_of_pipelines_that_stay_it_is_known_what_their_slow_nodes_do() -> None:
     assert least
 
 
+def test_of_many_nodes_slow_ones_are_taken_to_stay_in_pipelines_that_go_on() -> None:
+    """Where they do, that is what a step takes; a bound that held wherever they come would be as if none were slow."""
+    two, three = cut(3, 6), cut(2, 4, 6)
+    before = plan_of(*((two, (2 * each, 2 * each + 1)) for each in range(40)))
+    templates, composition = template_set(two, three), [2] * 40
+    slow = dict.fromkeys(range(0, 80, 2), 3.0)
+    keep = next(situation(templates, composition, before, range(80), 80, slow).ways())
+    assert (keep.is_met, keep.is_known) == (True, False)
+    assert keep.least_step_ms == pytest.approx(12 + 2 * 9 - 9)
+    assert keep.least_step_ms == keep.step_ms
+
+    # One more node for each of them: what was slow is slow somewhere, at 2 ms for each microbatch.
+    join = next(situation(templates, [3] * 40, before, range(120), 80, slow).ways())
+    assert (join.is_met, join.least_step_ms >= 2 * 6.0, join.least_step_ms <= join.step_ms) == (False, True, True)
+
+
+def test_what_asks_for_luck_is_left_out_unless_it_is_known() -> None:
+    def way(least_step_ms: float, *, is_met: bool, is_known: bool = False) -> Way:
+        found = Way(
+            least_step_ms=least_step_ms,
+            is_met=is_met,
+            num_nodes=1,
+            placed_step_ms=lambda: 2 * least_step_ms,
+            copy_bounds=[],
+            cost=lambda: None,
+            candidate=lambda: None,
+        )
+        assert not is_known or found.step_ms
+        return found
+
+    met, lucky, longer = way(4.0, is_met=True), way(3.0, is_met=False), way(5.0, is_met=False)
+    placed = way(1.0, is_met=False, is_known=True)
+    assert likely_ways([met, lucky, longer, placed]) == [met, longer, placed]
+    assert likely_ways([lucky, longer]) == [lucky, longer]
+    assert soon_known_ms([met, lucky, longer]) == 4.0
+    assert soon_known_ms([met, placed]) == 2.0
+    assert (lucky.is_known, soon_known_ms([lucky, longer], 2.0), lucky.is_known) == (False, inf, False)
+    assert soon_known_ms([lucky, longer]) == 6.0
+
+
 @settings(max_examples=60)
 @given(problems(), st.data())
 def test_no_way_takes_less_than_it_takes_at_least(problem: PlanningProblem, data: st.DataObject) -> None:
@@ -184,6 +227,7 @@ def test_no_way_takes_less_than_it_takes_at_least(problem: PlanningProblem, data
 
     for way in Situation(problem, templates, best, before, sorted(live), domains, slowdowns).ways():
         assert way.least_step_ms <= way.step_ms
+        assert not way.is_met or way.least_step_ms == way.step_ms
         candidate = way.candidate()
         if candidate is not None:
             assert candidate.step_ms == way.step_ms

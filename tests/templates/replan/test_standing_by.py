@@ -295,7 +295,7 @@ def test_zones_bring_in_no_slow_node_where_others_can_exchange_their_places() ->
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "standing_by"), [(256, [1, 2, 3, 4]), (257, [4])], ids=["as many as differ", "all or none"]
+    ("num_nodes", "standing_by"), [(64, [1, 2, 3, 4]), (65, [4])], ids=["as many as differ", "all or none"]
 )
 def test_of_many_nodes_all_slow_ones_stand_by_or_none(num_nodes: int, standing_by: list[int]) -> None:
     problem = PlanningProblem(profile=profile([1.0] * 4), num_microbatches=2 * num_nodes, min_pipeline_nodes=2)

@@ -176,6 +176,7 @@ def test_settled_places_keep_their_nodes_where_others_can_make_up_what_is_lackin
     assert spread().tolist() == [3, 1, 2, 0]
     assert spread(np.array([0])).tolist() == [0, 2, 1, 3]
     assert lacking_domains(needs, domains[spread(np.array([0, 1, 3]))], 2) == 0, "no place can make up for three"
+    assert spread(places).tolist() == spread().tolist(), "where all are settled none is"
 
 
 def test_failure_domains_are_told_by_labels_and_nodes_without_one_are_one_each() -> None:

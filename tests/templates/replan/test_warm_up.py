@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from resilient.templates.composition import slow_nodes
+from resilient.templates.composition import compose, slow_nodes
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan import replan as replan_module
 from resilient.templates.replan.replan import first_plan, prepare, replan, templates_for
@@ -82,3 +82,12 @@ def test_whoever_stands_by_and_comes_or_goes_no_templates_are_planned(monkeypatc
     assert {*replan(problem, plan, live).nodes} == {*live}
     slow = dict.fromkeys(live[-9:], 90.0)
     assert {*replan(problem, plan, live, slowdowns=slow).nodes} == {*live[:-9]}
+
+
+def test_compositions_of_a_quarter_less_and_more_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PlanningProblem(profile=profile([1.0] * 5), num_microbatches=40, min_pipeline_nodes=1)
+    prepare(problem, 40)
+    plan = first_plan(problem, range(40))
+    monkeypatch.delattr(compose, "_Knapsack")
+    for live in (range(30), range(50)):
+        assert replan(problem, plan, live).pipelines
