@@ -5,7 +5,7 @@
 Processor time, so that what else the machine does counts little: the median of nine calls, and the longest of them, in
 a process for each row, whose peak memory with all that it has loaded is shown. As in a coordinator everything is loaded
 and compiled before, and garbage is looked for in calm times (:class:`.Sweeper`), not while it decides. Templates are at
-hand, and compositions of a few nodes more or less, as a coordinator prepares them; composing has rows of its own.
+hand, and compositions of up to 256 nodes more or less, as a coordinator prepares them; composing has rows of its own.
 Layers are 96 blocks of GPT-3 6.7B, all different by a few per cent, on nodes of eight A100s; those of the copies, as
 jobs run them, on nodes of one device.
 """
@@ -142,6 +142,33 @@ def _scarce_domain(num_nodes: int) -> Calls:
         yield lambda problem=problem, plan=plan, live=live, zones=zones: replan(problem, plan, live, domains=zones)
 
 
+def _drawn(num_nodes: int) -> Calls:
+    """Fifteen jobs of other pipelines, microbatches, redundancy and zones, and four decisions of each."""
+    draw = random.Random(0)
+    for _ in range(15):
+        problem = job(
+            96,
+            8,
+            num_microbatches=num_nodes * draw.choice([1, 2, 4, 8]) // 2,
+            max_failures=draw.randrange(4),
+            min_pipeline_nodes=draw.choice([1, 2, 6, 12, 16, 32]),
+        )
+        num_zones, live, following = draw.choice([0, 3, 16]), list(range(num_nodes)), num_nodes
+        zones = {node: f"zone{node % num_zones}" for node in range(2 * num_nodes) if num_zones}
+        plan = first_plan(problem, live, domains=zones)
+        for _ in range(4):
+            prepare(problem, len(live))
+            gone = set(draw.sample(live, round(len(live) * draw.choice([0, 0.001, 0.01, 0.1]))))
+            joiners = range(following, following + round(num_nodes * draw.choice([0, 0, 0.001, 0.08])))
+            live, following = [node for node in live if node not in gone] + [*joiners], joiners.stop
+            most = draw.choice([1.3, 2, 6])
+            slow = {node: draw.uniform(1.2, most) for node in draw.sample(live, draw.choice([0, 1, 4, 16, 64]))}
+            yield lambda given=(problem, plan, live), zones=zones, slow=slow: replan(
+                *given, domains=zones, slowdowns=slow
+            )
+            plan = replan(problem, plan, live, domains=zones, slowdowns=slow)
+
+
 def _composition(num_nodes: int, num_microbatches: int) -> Calls:
     problem = _problem(num_nodes, smallest=1)
     templates = templates_for(problem, num_nodes)
@@ -204,6 +231,7 @@ CASES: dict[str, tuple[str, Callable[[int], Calls]]] = {
     "domains": ("replan, every state in one zone", _domains),
     "domains-4": ("the same with f = 3, pipelines of 16 and four slow", _four_domains),
     "scarce": ("replan, a zone too small for all states", _scarce_domain),
+    "drawn": ("sixty of which all is drawn at random", _drawn),
     "compose": ("composition", lambda num_nodes: _composition(num_nodes, 4 * num_nodes)),
     "limited": ("composition, half as many microbatches as nodes", lambda nodes: _composition(nodes, nodes // 2)),
     "split": ("batch split, 4 microbatches for each node", _split),
