@@ -15,7 +15,9 @@ rank, killed = dist.get_rank(), folder / "killed"
 again = int(killed.exists())  # torchrun counts restarts only where a worker failed
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
-(folder / f"round-{again}-rank-{rank}").write_text(f"{total.item():g} of {dist.get_world_size()}")
+written = folder / f"rank-{rank}"
+written.write_text(f"{total.item():g} of {dist.get_world_size()}")
+written.rename(folder / f"round-{again}-rank-{rank}")  # whole when it is there
 if not again:
     while not (folder / "go-on").exists():
         time.sleep(0.05)

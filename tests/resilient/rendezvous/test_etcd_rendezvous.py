@@ -36,6 +36,8 @@ def _end(agents: list[subprocess.Popen[bytes]], workers: list[psutil.Process]) -
     for each in [*agents, *workers]:
         with suppress(psutil.NoSuchProcess):
             each.kill()
+    for agent in agents:
+        agent.wait(90)
 
 
 def _wait_for(folder: Path, *names: str) -> None:
