@@ -213,11 +213,11 @@ def latest_with_slow_ns(
         table: The lines; of pipelines that may have slow nodes those of :func:`least_line`.
         rows: As of :func:`split_rows`.
         num_microbatches: Likewise.
-        slow_rows: The different rows of pipelines that may have slow nodes.
-        fast_rows: For each of these the row of the line that it has without any.
-        idlest: What the idlest node of each of these takes for a round (:func:`idlest_ns`).
-        factors: How slow the slowest node of a pipeline is at least, for as many of them as have slow nodes.
-        most_slow: The most pipelines that have slow nodes.
+        slow_rows: As of :func:`.split_time.latest_finish_with_slow`.
+        fast_rows: Likewise.
+        idlest: Likewise (:func:`idlest_ns`).
+        factors: Likewise.
+        most_slow: Likewise.
     """
     from resilient.templates.composition.split_time import latest_finish_with_slow
 

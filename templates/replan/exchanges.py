@@ -48,15 +48,10 @@ def exchange_nodes(
         counts: How many places of each domain need each state; changed. [domains, states]
         chosen: The node in each place; changed.
     """
-    num_types, held_in = types.max() + 1, (counts > 0).sum(axis=0)
-    first = np.empty(len(needs) * num_types, dtype=np.int64)
+    held_in = (counts > 0).sum(axis=0)
     is_made = False
     while True:
-        # Of places of one kind with nodes of one type, one is looked at.
-        first[:] = _NONE
-        for place in range(len(chosen) - 1, -1, -1):
-            first[kinds[place] * num_types + types[chosen[place]]] = place
-        places = first[first != _NONE]
+        places = different_places(kinds, types[chosen])
         lacking = np.flatnonzero(held_in < wanted)
         # One of the two that are exchanged holds a state that lacks domains, and the other is where it is missed.
         holds, misses, pays = np.zeros((3, len(places)), dtype=np.bool_)
@@ -76,6 +71,21 @@ def exchange_nodes(
                 break
         else:
             return is_made
+
+
+@compiled
+def different_places(kinds: Ints, types: Ints) -> Ints:
+    """Return the first place of each kind with a node of each type: all others are as good as one of them.
+
+    Args:
+        kinds: The kind of each place.
+        types: The type of the node in it.
+    """
+    num_types = types.max() + 1
+    first = np.full((kinds.max() + 1) * num_types, _NONE)
+    for place in range(len(kinds) - 1, -1, -1):
+        first[kinds[place] * num_types + types[place]] = place
+    return first[first != _NONE]
 
 
 @compiled

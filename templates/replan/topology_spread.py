@@ -18,7 +18,6 @@ from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.replan.assigning.assignment import FORBIDDEN, assign
 
 _FEW_NODES = 64
-_NONE = -1
 _NOTHING: Ints = np.empty(0, dtype=np.int64)
 
 
@@ -189,13 +188,6 @@ class _Search:
     def _lacking(self, held_in: Ints) -> Ints:
         return np.maximum(self._wanted - held_in, 0)
 
-    def _different(self, chosen: Ints) -> Ints:
-        """Return a place of each kind with a node of each kind of each domain."""
-        first = np.full(self._type_prices.size, _NONE)
-        pairs = self._places * len(self._type_domains) + self._node_types[chosen]
-        first[pairs[::-1]] = np.arange(len(pairs))[::-1]
-        return first[first != _NONE]
-
     def _cheapest(self, chosen: Ints) -> Ints:
         """Return the cheapest placement of those in which no state is in fewer of the domains that it is to be in."""
         prices, kept = self._type_prices, self._kept(chosen)
@@ -209,9 +201,9 @@ class _Search:
 
     def _kept(self, chosen: Ints) -> Ints:
         """Return places whose domains suffice for all states, or are all there are; those first that cost least."""
-        from resilient.templates.replan.exchanges import sufficing
+        from resilient.templates.replan.exchanges import different_places, sufficing
 
-        different = self._different(chosen)
+        different = different_places(self._places, self._node_types[chosen])
         different = different[np.argsort(self._paid(chosen)[different], kind="stable")]
         domains = self._domains[chosen[different]]
         return different[sufficing(self._needs, self._places[different], domains, self._wanted, self._of_others > 0)]

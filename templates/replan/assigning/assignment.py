@@ -73,6 +73,7 @@ class AmountBounds:
     def __init__(self) -> None:
         self._prices: list[Ints] = []
         self._too_few: list[tuple[int, Flags]] = []
+        self._largest: dict[tuple[bytes, ...], int] = {}
 
     def asked(self, amounts: Ints, num_places: Ints, num_nodes: Ints) -> tuple[int, int]:
         """Return what places ask for by themselves."""
@@ -98,6 +99,16 @@ class AmountBounds:
 
     def bottleneck(self, amounts: Ints, num_places: Ints, num_nodes: Ints, most: int) -> int | None:
         """Return only the largest amount, None where that is more than ``most``."""
+        asked = amounts.tobytes(), num_places.tobytes(), num_nodes.tobytes()
+        if asked not in self._largest:
+            largest = self._found_bottleneck(amounts, num_places, num_nodes, most)
+            if largest is None:
+                return None
+            self._largest[asked] = largest
+        return self._largest[asked] if self._largest[asked] <= most else None
+
+    def _found_bottleneck(self, amounts: Ints, num_places: Ints, num_nodes: Ints, most: int) -> int | None:
+        """Return :meth:`bottleneck` of what has not been asked."""
 
         def is_possible(limit: int) -> bool:
             flow, _ = _cheapest(amounts, num_places, num_nodes, limit)

@@ -96,6 +96,18 @@ def test_devices_that_keep_their_shards_decide_between_equals() -> None:
     assert moved.copied_bytes == 0
 
 
+def test_copies_are_bounded_only_where_nothing_more_is_copied_to_spread_states() -> None:
+    problem, plan, nodes = job(6), plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3))), range(4)
+    targets = targets_of([(cut(4, 6), 0), (cut(3, 6), 1)])
+
+    def bounds(domains: dict[int, str]) -> list[tuple[int, int]]:
+        placer = Placer(problem, plan, nodes, FailureDomains(nodes, domains, problem.max_failures + 1))
+        return [bound() for bound in placer.copy_bounds(targets)]
+
+    assert bounds({})[-1] == bounds({0: "a", 1: "a", 2: "b", 3: "b"})[-1] == (1, 1)
+    assert bounds({0: "a", 1: "b", 2: "a", 3: "b"}) == []
+
+
 @given(st.data())
 def test_no_other_placement_copies_less_of_those_that_hardly_take_longer(data: st.DataObject) -> None:
     """All placements of all nodes, save those of pipelines that go on as they are."""

@@ -86,6 +86,8 @@ def test_nodes_do_not_receive_less_than_any_bound(seed: int) -> None:
             assert of_total <= total
         assert bounds.least(amounts, *counts) == (largest, total)
         assert bounds.learnt(amounts, *counts) == (largest, total), "from itself"
-        assert bounds.bottleneck(amounts, *counts, 12) == largest
-        assert bounds.bottleneck(amounts, *counts, largest) == largest
-        assert bounds.bottleneck(amounts, *counts, largest - 1) is None
+        for each in (bounds, AmountBounds()):  # asked before, and not
+            assert each.bottleneck(amounts, *counts, largest - 1) is None
+            assert each.bottleneck(amounts, *counts, largest) == largest
+            assert each.bottleneck(amounts, *counts, largest - 1) is None
+            assert each.bottleneck(amounts, *counts, 12) == largest
