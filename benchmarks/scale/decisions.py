@@ -5,7 +5,8 @@
 Processor time, so that what else the machine does counts little: the median of nine calls, and the longest of them, in
 a process for each row, whose peak memory with all that it has loaded is shown. As in a coordinator everything is loaded
 and compiled before, and garbage is looked for in calm times (:class:`.Sweeper`), not while it decides. Templates are at
-hand, and compositions of up to 256 nodes more or less, as a coordinator prepares them; composing has rows of its own.
+hand, and compositions of up to 256 nodes more or less, as a coordinator prepares them (:func:`.replan.prepare`);
+composing has rows of its own.
 Layers are 96 blocks of GPT-3 6.7B, all different by a few per cent, on nodes of eight A100s; those of the copies, as
 jobs run them, on nodes of one device.
 """

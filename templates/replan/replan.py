@@ -66,8 +66,9 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     """Do ahead of time what a :func:`replan` around ``num_nodes`` nodes would otherwise do during a recovery.
 
     Computes compositions for up to a quarter of the nodes less and more (256 at most, f and 4 at least), templates and
-    where slow nodes may be for a quarter less and more, and makes a plan the first time, which loads and compiles what
-    planning needs. The results are cached; calling it is optional and changes no plan.
+    where slow nodes may be for half of them (as when one of two zones is lost), a quarter less and a quarter more, and
+    makes a plan the first time, which loads and compiles what planning needs. The results are cached; calling it is
+    optional and changes no plan.
 
     Raises:
         TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
@@ -76,7 +77,7 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     least, quarter = (problem.max_failures + 1) * templates_for(problem, num_nodes).sizes[0], num_nodes // 4
     change = max(min(quarter, _MOST_PREPARED_CHANGE), problem.max_failures, _LEAST_PREPARED_CHANGE)
     near = range(max(least, num_nodes - change), num_nodes + change + 1)
-    for live in (max(least, num_nodes - quarter), *near, num_nodes + quarter):
+    for live in (max(least, num_nodes // 2), max(least, num_nodes - quarter), *near, num_nodes + quarter):
         templates = templates_for(problem, live)
         _composed(problem, templates, live)
         least_step_ns(templates, live, problem.num_microbatches, problem.max_failures + 1)

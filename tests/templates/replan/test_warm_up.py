@@ -84,6 +84,18 @@ def test_whoever_stands_by_and_comes_or_goes_no_templates_are_planned(monkeypatc
     assert {*replan(problem, plan, live, slowdowns=slow).nodes} == {*live[:-9]}
 
 
+@pytest.mark.parametrize("num_nodes", [33, 64])
+def test_no_templates_are_planned_when_half_of_the_nodes_is_lost(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int
+) -> None:
+    """Of 33, those that are left have templates of a quarter as many as before."""
+    problem = PlanningProblem(profile=profile([1.0] * 9), num_microbatches=64, min_pipeline_nodes=1)
+    prepare(problem, num_nodes)
+    plan, live = first_plan(problem, range(num_nodes)), range(num_nodes // 2)
+    monkeypatch.delattr(replan_module, "plan_templates")
+    assert {*replan(problem, plan, live).nodes} == {*live}
+
+
 def test_compositions_of_a_quarter_less_and_more_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = PlanningProblem(profile=profile([1.0] * 5), num_microbatches=40, min_pipeline_nodes=1)
     prepare(problem, 40)
