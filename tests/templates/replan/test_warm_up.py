@@ -88,8 +88,8 @@ def test_whoever_stands_by_and_comes_or_goes_no_templates_are_planned(monkeypatc
 def test_no_templates_are_planned_when_half_of_the_nodes_is_lost(
     monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
-    """Of 33, those that are left have templates of a quarter as many as before."""
-    problem = PlanningProblem(profile=profile([1.0] * 9), num_microbatches=64, min_pipeline_nodes=1)
+    """Of 33, so few are left that their templates are for a quarter of the nodes that those before are for."""
+    problem = PlanningProblem(profile=profile([1.0] * 9), num_microbatches=2 * num_nodes, min_pipeline_nodes=1)
     prepare(problem, num_nodes)
     plan, live = first_plan(problem, range(num_nodes)), range(num_nodes // 2)
     monkeypatch.delattr(replan_module, "plan_templates")
