@@ -309,23 +309,21 @@ class Situation:
 
     def _way(self, change: _Change, targets: Targets) -> Way:
         """Split the batch over the pipelines, as fast as their nodes are."""
-        pinned, alone = self._pinned(change.wanted.slow, change.without), len(targets.numbers) == 1
+        pinned = self._pinned(change.wanted.slow, change.without)
         settled = change.without.union(pinned.values())
         # Who stands by may be placed after all where domains need it.
         is_known = (frozenset() if self._has_domains else settled).issuperset(self._slowest_first)
         # No slow node comes into a pipeline that nothing else changes.
         keeps_whole = change.kind != "composed" and not is_known
-        as_wanted = self._as_wanted(change.wanted, self._layouts.single(targets.numbers))
+        layouts = self._layouts.single(targets.numbers)
         seats = cache(lambda: self._placer.seats(targets, pinned, change.without, keeps_whole=keeps_whole))
 
         @cache
         def split() -> tuple[Ints, float]:
-            table, rows = as_wanted
-            slowed = {} if is_known else self._slow_lines(targets, seats(), alone)
-            if slowed:
-                rows = rows.copy()
-                rows[list(slowed)] = len(table.fill) + np.arange(len(slowed))
-                table = table.with_lines([*slowed.values()])
+            if is_known:
+                table, rows = self._as_wanted(change.wanted, layouts)
+            else:  # domains may have moved nodes away from the places that were meant for them
+                table, rows = self._as_placed(targets, seats(), layouts)
             counts = split_rows(table, rows, self._problem.num_microbatches)
             return counts, table.rows(rows).latest_ns(counts) / 1e6
 
@@ -370,20 +368,19 @@ class Situation:
             candidate=candidate,
         )
 
-    def _slow_lines(self, targets: Targets, seats: Seats, alone: bool) -> dict[int, Line]:
-        """Return the lines of the targets with slow nodes."""
-        factors, ends = self._factors[seats.nodes], seats.sizes.cumsum()
+    def _as_placed(self, targets: Targets, seats: Seats, rows: Ints) -> tuple[LineTable, Ints]:
+        """Return lines, and which of them targets have with their nodes; ``rows`` are those of fast nodes alone."""
+        factors, ends, alone = self._factors[seats.nodes], seats.sizes.cumsum(), len(rows) == 1
         slow = np.unique(np.searchsorted(ends, np.flatnonzero(factors > 1), "right"))
-        each = zip(
-            slow.tolist(),
-            targets.numbers[slow].tolist(),
-            (ends - seats.sizes)[slow].tolist(),
-            ends[slow].tolist(),
-            strict=True,
-        )
-        return {
-            index: self._slowed(layout, tuple(factors[first:end].tolist()), alone) for index, layout, first, end in each
-        }
+        table = self._layouts.lines(alone=alone)
+        if not len(slow):
+            return table, rows
+        places = zip((ends - seats.sizes)[slow].tolist(), ends[slow].tolist(), strict=True)
+        theirs = [tuple(factors[first:end].tolist()) for first, end in places]
+        of_slow = zip(targets.numbers[slow].tolist(), theirs, strict=True)
+        rows = rows.copy()
+        rows[slow] = len(table.fill) + np.arange(len(slow))
+        return table.with_lines([self._slowed(layout, each, alone) for layout, each in of_slow]), rows
 
     def _stays(self, targets: Targets, without: frozenset[int], *, keeps_whole: bool) -> Ints:
         """Return which target each pipeline is that the placement leaves as it is, :data:`NEW` for none."""

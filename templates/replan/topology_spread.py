@@ -63,7 +63,7 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, settl
         chosen: Index of the node in each place. [places]
         domains: Number of the domain of each node. [nodes]
         wanted: How many domains should hold each state.
-        settled: Places that keep their nodes, unless something is lacking then.
+        settled: Places that keep their nodes, unless more is lacking then; and get them back where that changes nothing.
 
     Returns:
         The index of the node in each place.
@@ -71,11 +71,22 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, settl
     if not lacking_domains(kinds.needs, kinds.places, domains[chosen], wanted):
         return chosen
     every = np.arange(len(chosen))
-    if 0 < len(settled) < len(chosen):
-        found = _spread(kinds, chosen, domains, wanted, np.delete(every, settled))
-        if not lacking_domains(kinds.needs, kinds.places, domains[found], wanted):
-            return found
-    return _spread(kinds, chosen, domains, wanted, every)
+    if not 0 < len(settled) < len(chosen):
+        return _spread(kinds, chosen, domains, wanted, every)
+    found = _spread(kinds, chosen, domains, wanted, np.delete(every, settled))
+    lacking = lacking_domains(kinds.needs, kinds.places, domains[found], wanted)
+    if not lacking:
+        return found
+    other = _spread(kinds, chosen, domains, wanted, every)
+    if lacking_domains(kinds.needs, kinds.places, domains[other], wanted) >= lacking:
+        return found
+    place_of = np.argsort(other)
+    for place, node in zip(settled.tolist(), chosen[settled].tolist(), strict=True):
+        instead = other[place]
+        if domains[instead] == domains[node]:  # as good for the domains
+            other[place], other[place_of[node]] = node, instead
+            place_of[instead], place_of[node] = place_of[node], place
+    return other
 
 
 def _spread(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, movable: Ints) -> Ints:

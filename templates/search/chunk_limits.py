@@ -315,10 +315,12 @@ class _Limited:
         """Return the cut with stages and rows as even as their chunks can make them, none slower than the slowest."""
         from resilient.templates.search.chunk_cuts import even_chunk
 
-        cuts, before = self._cuts, None
+        cuts, seen = self._cuts, set[bytes]()
         limits = cuts.most(bounds, TIME, self._memory), self._memory, self._first_end
-        while before is None or not np.array_equal(before, bounds):
-            before, bounds = bounds, bounds.copy()
+        # Of cuts that are as even as each other, as many are of equal layers, one may lead to the next in a circle.
+        while bounds.tobytes() not in seen:
+            seen.add(bounds.tobytes())
+            bounds = bounds.copy()
             for chunk in range(cuts.num_chunks):
                 first, end = chunk * cuts.num_rows, (chunk + 1) * cuts.num_rows
                 room = cuts.room(bounds, range(chunk, chunk + 1), cuts.row_of[first:end], limits)

@@ -140,6 +140,64 @@ def test_some_slow_nodes_stand_by_where_it_would_be_slower_without_all_of_them(
     assert left_out < {*slow}
 
 
+@settings(max_examples=80)
+@given(st.data(), problems(max_degree=2))
+def test_in_zones_a_step_takes_what_it_is_said_to_take(data: st.DataObject, problem: PlanningProblem) -> None:
+    """Also where nodes leave the places that are meant for them; the batch is split for who is there."""
+    least = enough_nodes(problem)
+    plan = Plan(pipelines=(), schedule_kind=problem.schedule)
+    for _ in range(2):
+        live = sorted(data.draw(st.sets(st.integers(0, least + 5), min_size=least)))
+        slow = data.draw(st.dictionaries(st.sampled_from(live), _FACTORS, max_size=4))
+        domains = {node: data.draw(st.sampled_from("abc")) for node in live}
+        found = list(replan_candidates(problem, plan, live, domains=domains, slowdowns=slow))
+        for each in (first_candidate(problem, live, domains=domains, slowdowns=slow), *found):
+            assert each.step_ms * 1e6 == pytest.approx(planned_step_ns(each.plan, slow), abs=1)
+            pipelines, alone = each.plan.pipelines, len(each.plan.pipelines) == 1
+            own = [[slow.get(node, 1.0) for node in pipeline.nodes] for pipeline in pipelines]
+            slowed = [
+                (slowed_line(pipeline.template, factors, alone=alone),)
+                for pipeline, factors in zip(pipelines, own, strict=True)
+            ]
+            assert planned_step_ns(each.plan, slow) == step_ns(slowed, problem.num_microbatches)
+        plan = found[0].plan
+
+
+@pytest.mark.parametrize(
+    ("layers_ms", "num_microbatches", "zones", "slow"),
+    [
+        ((9.0, 12.0, 3.0), 12, "bbba", {3: 2.0, 1: 2.0}),
+        ((3.0, 9.0, 12.0, 3.0), 12, "babba", {4: 4.0, 1: 4.0}),
+        ((6.0, 12.0, 3.0), 5, "babb", {0: 4.0, 1: 2.0}),
+    ],
+)
+def test_a_pipeline_that_zones_take_a_slow_node_from_is_as_fast_as_its_nodes(
+    layers_ms: tuple[float, ...], num_microbatches: int, zones: str, slow: dict[int, float]
+) -> None:
+    problem = PlanningProblem(
+        profile=profile([*layers_ms]), num_microbatches=num_microbatches, max_failures=1, min_pipeline_nodes=2
+    )
+    nodes = range(len(zones))
+    found = first_candidate(problem, nodes, domains=dict(zip(nodes, zones, strict=True)), slowdowns=slow)
+    assert found.step_ms * 1e6 == planned_step_ns(found.plan, slow)
+
+
+@pytest.mark.parametrize(
+    ("layers_ms", "min_pipeline_nodes", "zones", "slow", "step_ms"),
+    [((6.0, 12.0), 1, "bbbba", {1: 4.0}, 18.0), ((3.0, 9.0, 3.0), 2, "aaab", {0: 4.0}, 24.0)],
+)
+def test_where_zones_cannot_have_every_state_slow_nodes_are_where_they_would_be_without_zones(
+    layers_ms: tuple[float, ...], min_pipeline_nodes: int, zones: str, slow: dict[int, float], step_ms: float
+) -> None:
+    problem = PlanningProblem(
+        profile=profile([*layers_ms]), num_microbatches=2, max_failures=1, min_pipeline_nodes=min_pipeline_nodes
+    )
+    nodes = range(len(zones))
+    found = first_candidate(problem, nodes, domains=dict(zip(nodes, zones, strict=True)), slowdowns=slow)
+    assert (found.lacking_domains, found.step_ms) == (1, step_ms)
+    assert first_candidate(problem, nodes, slowdowns=slow).step_ms == step_ms
+
+
 def sixteen() -> PlanningProblem:
     """The job of `resilient plan --model llama3-8b --nodes 16 --device a100-80gb --max-failures 1`."""
     return PlanningProblem(

@@ -179,6 +179,30 @@ def test_settled_places_keep_their_nodes_where_others_can_make_up_what_is_lackin
     assert spread(places).tolist() == spread().tolist(), "where all are settled none is"
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_settled_places_get_others_only_where_less_is_lacking_then(seed: int) -> None:
+    """Of no other domain than their own, whose node would be as good there."""
+    rng = np.random.default_rng(seed)
+    num_states, num_nodes = int(rng.integers(2, 6)), int(rng.integers(4, 9))
+    sizes = random_sizes(rng, num_nodes, num_states)
+    needs = needs_of(
+        *(random_ends(rng, size, num_states) for size in sizes),
+        num_states=num_states,
+        left_out=num_nodes - sum(sizes),
+    )
+    places, prices = np.arange(num_nodes), rng.integers(0, 10, (num_nodes, num_nodes))
+    kinds, domains = Kinds(needs, prices, places, places), rng.integers(0, 3, num_nodes)
+    settled = np.flatnonzero(rng.random(num_nodes) < 0.4)
+
+    free, found = (topology_spread.spread_domains(kinds, places, domains, 2, each) for each in (settled[:0], settled))
+
+    lacking_of_free, lacking = (lacking_domains(needs, domains[each], 2) for each in (free, found))
+    assert sorted(found.tolist()) == places.tolist()
+    assert lacking <= lacking_of_free
+    moved = settled[found[settled] != settled]
+    assert not len(moved) or (domains[found[moved]] != domains[moved]).all() or len(settled) == num_nodes
+
+
 def test_failure_domains_are_told_by_labels_and_nodes_without_one_are_one_each() -> None:
     needs, places, nodes = needs_of((1, 2), (1, 2), num_states=2), np.arange(4), [7, 8, 9, 10]
     chosen = np.arange(4)

@@ -168,6 +168,17 @@ def test_zb_v_is_planned_with_the_least_memory_that_any_cut_fits_into(monkeypatc
             only(limited(least - 1))
 
 
+@pytest.mark.parametrize(
+    ("num_nodes", "num_layers", "first", "last"), [(7, 64, 2.0, 0.3), (6, 40, 3.0, 1.0), (8, 39, 2.0, 1.0)]
+)
+def test_of_cuts_of_equal_layers_that_are_as_even_one_is_taken(
+    num_nodes: int, num_layers: int, first: float, last: float
+) -> None:
+    """Other layers come first and last: of these cuts, each was followed by another one without end."""
+    times = [28.4101 * each for each in (first, *[1.0] * num_layers, last)]
+    assert only(job(times, num_nodes)).slowest_ms <= sum(times) / num_nodes + times[1]
+
+
 def test_four_hundred_uneven_layers_are_cut_evenly() -> None:
     """For each of sixty numbers of nodes; the slowest row is close to an even share of the work."""
     draw = random.Random(0)
