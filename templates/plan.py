@@ -159,7 +159,7 @@ class PlanningProblem:
                 "devices_per_node",
                 f"be at least the profile's smallest tensor-parallel degree, {self.profile.tp_degrees[0]}",
                 self.cluster.devices_per_node,
-                "profile smaller degrees",
+                "use nodes of more devices or smaller degrees",
             )
 
     @property

@@ -171,6 +171,11 @@ class Scenario:
             raise DoesNotFit(error) from None
 
     def _restart(self, costs: ChangeCosts, first_nodes: int) -> Restart:
+        if self.restart_nodes is not None and self.restart_nodes > self.max_nodes:
+            most = f"be at most {self.max_nodes}, the most nodes that there ever are"
+            raise DoesNotFit(
+                ArgumentError("restart_nodes", most, self.restart_nodes, "say fewer, or replay more nodes")
+            )
         try:
             return Restart(self._grids, costs, self.restart_nodes or first_nodes)
         except ArgumentError as error:

@@ -25,10 +25,11 @@ class TooFewNodes(ArgumentError):  # noqa: N818
         self.live = live
         self.needed = (max_failures + 1) * min_pipeline_nodes
         missing = self.needed - live
+        reason = f"{{max_failures}} + 1 = {counted(max_failures + 1, 'pipeline')}" if max_failures else "a pipeline"
         super().__init__(
             "the number of nodes",
-            f"be at least {self.needed} ({{max_failures}} + 1 = {counted(max_failures + 1, 'pipeline')} of "
-            f"{counted(min_pipeline_nodes, 'node')}, the fewest that hold the model)",
+            f"be at least {self.needed} ({reason} of {counted(min_pipeline_nodes, 'node')}, the fewest that hold the "
+            f"model)",
             live,
             f"add {counted(missing, 'node')}",
         )

@@ -263,7 +263,7 @@ def _read_counts(
             time_ms = gathered.time_ms
         if samples and samples[-1][0] == time_ms:
             samples.pop()
-        gathered.advance(line, time_ms)
+        gathered.advance(line, time_ms, "up to a minute less counts as the same time, leave it out where that is more")
         samples.append((time_ms, count))
     return _changes_of(samples, rng), gathered.time_ms
 
@@ -288,11 +288,10 @@ class _Gathered:
         self._changes: dict[int, tuple[list[int], list[int]]] = {}
         self._num_nodes = 0
 
-    def advance(self, line: int, time_ms: int) -> None:
+    def advance(self, line: int, time_ms: int, fix: str = "sort the file") -> None:
         if time_ms < self.time_ms:
             raise ValueError(
-                f"line {line} must not be earlier than the line before, at {self.time_ms} ms, got {time_ms}; "
-                f"sort the file"
+                f"line {line} must not be earlier than the line before, at {self.time_ms} ms, got {time_ms}; {fix}"
             )
         self.time_ms = time_ms
 

@@ -52,6 +52,13 @@ def test_too_few_nodes_by_one_asks_for_one() -> None:
         node_counts(1, 1, 1)
 
 
+def test_too_few_nodes_for_one_pipeline_blames_no_failures() -> None:
+    """Policies that the user is not asked for failures of are planned so."""
+    message = "must be at least 3 (a pipeline of 3 nodes, the fewest that hold the model), got 2; add 1 node"
+    with pytest.raises(TooFewNodes, match=f"{re.escape(message)}$"):
+        node_counts(2, 0, 3)
+
+
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 2), st.integers(0, 6), st.integers(0, 14))
 def test_usable_nodes_are_the_most_that_are_a_sum_of_sizes(
     smallest: int, wider: int, failures: int, more_microbatches: int, more_nodes: int
@@ -103,7 +110,7 @@ def test_usable_nodes_needs_the_smallest_templates_not_the_least_that_was_asked_
         (
             {"profile": profile([1] * 4, tp_degrees=(2, 4))},
             "devices_per_node must be at least the profile's smallest tensor-parallel degree, 2, got 1; "
-            "profile smaller degrees",
+            "use nodes of more devices or smaller degrees",
         ),
     ],
 )

@@ -151,6 +151,11 @@ def test_unknown_policies_and_too_few_nodes_to_restart_on_are_refused() -> None:
         few.run(trace((0, range(4), []), end_s=1), "restart")
     with pytest.raises(DoesNotFit, match=r"^restart_nodes must hold a pipeline, got 1; that is how many the trace "):
         replace(few, restart_nodes=None).run(trace((0, range(1), []), end_s=1), "restart")
+    never = (
+        r"^restart_nodes must be at most 8, the most nodes that there ever are, got 9; say fewer, or replay more nodes$"
+    )
+    with pytest.raises(DoesNotFit, match=never):
+        replace(few, restart_nodes=9).run(trace((0, range(8), []), end_s=1), "restart")
 
 
 def test_the_picture_shows_each_policy_and_part(tmp_path: Path) -> None:
