@@ -159,7 +159,7 @@ def _drawn(num_nodes: int) -> Calls:
         plan = first_plan(problem, live, domains=zones)
         for _ in range(4):
             prepare(problem, len(live))
-            gone = set(draw.sample(live, round(len(live) * draw.choice([0, 0.001, 0.01, 0.1]))))
+            gone = set(draw.sample(live, round(len(live) * draw.choice([0, 0.001, 0.01, 0.1, 0.5]))))
             joiners = range(following, following + round(num_nodes * draw.choice([0, 0, 0.001, 0.08])))
             live, following = [node for node in live if node not in gone] + [*joiners], joiners.stop
             most = draw.choice([1.3, 2, 6])

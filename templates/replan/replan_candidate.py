@@ -322,7 +322,7 @@ class Situation:
         def split() -> tuple[Ints, float]:
             if is_known:
                 table, rows = self._as_wanted(change.wanted, layouts)
-            else:  # domains may have moved nodes away from the places that were meant for them
+            else:  # not all are where they are wanted: domains move them, too
                 table, rows = self._as_placed(targets, seats(), layouts)
             counts = split_rows(table, rows, self._problem.num_microbatches)
             return counts, table.rows(rows).latest_ns(counts) / 1e6

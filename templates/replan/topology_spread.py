@@ -63,7 +63,8 @@ def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int, settl
         chosen: Index of the node in each place. [places]
         domains: Number of the domain of each node. [nodes]
         wanted: How many domains should hold each state.
-        settled: Places that keep their nodes, unless more is lacking then, and get them back where others win nothing.
+        settled: Places that keep their nodes, unless more is lacking then; those get them back that others of their
+            domain have.
 
     Returns:
         The index of the node in each place.

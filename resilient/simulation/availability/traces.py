@@ -263,7 +263,7 @@ def _read_counts(
             time_ms = gathered.time_ms
         if samples and samples[-1][0] == time_ms:
             samples.pop()
-        gathered.advance(line, time_ms, "up to a minute less counts as the same time, leave it out where that is more")
+        gathered.advance(line, time_ms, "leave it out, up to a minute less counts as the same time")
         samples.append((time_ms, count))
     return _changes_of(samples, rng), gathered.time_ms
 
